@@ -1,0 +1,179 @@
+# MegaTrain-C. `make` builds ./mtlaunch and the workers; README.md says what else there is.
+#
+# One static library per folder, one program per main.c. A new .c file in a folder is picked up by
+# itself; a new test is a file tests/<kind>/test_*.c. SANITIZE=address,undefined (or thread) builds
+# the same tree under build/<sanitizer>/.
+
+SANITIZE ?=
+, := ,
+BUILD    := build/$(if $(SANITIZE),$(subst $(,),-,$(SANITIZE)),release)
+
+CC       := gcc
+CXX      := g++
+OPTIMIZE ?= -O2
+WARN     := -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror
+CFLAGS   := -std=gnu11 -g $(OPTIMIZE) -ffp-contract=off -fno-math-errno -fno-omit-frame-pointer -pthread \
+            -D_GNU_SOURCE -I. $(WARN) -Wstrict-prototypes -Wmissing-prototypes \
+            $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all)
+CXXFLAGS := -std=c++17 -g $(OPTIMIZE) -D_GNU_SOURCE -I. $(WARN) $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all)
+LDFLAGS  := -pthread $(if $(SANITIZE),-fsanitize=$(SANITIZE))
+LIBS     := -luring -lzmq -lmsgpackc -ljansson -lxxhash -lm -ldl
+
+FOLDERS  := procs ipc model io_worker gpu_worker opt_worker launcher
+WORKERS  := io_worker gpu_worker opt_worker
+# libraries in link order: a folder uses only folders to its right
+ORDER    := launcher io_worker gpu_worker opt_worker ipc model procs
+
+sources  = $(filter-out %/main.c,$(wildcard $(1)/*.c $(1)/*/*.c) $(wildcard $(1)/*.cpp))
+objects  = $(patsubst %,$(BUILD)/%.o,$(call sources,$(1)))
+library  = $(BUILD)/lib$(1).a
+TESTS    := $(sort $(wildcard tests/*/test_*.c))
+TESTBINS := $(patsubst tests/%.c,$(BUILD)/tests/%,$(TESTS))
+
+.PHONY: all workers install test check unit tsan soak lint tidy cppcheck format format-check
+.PHONY: benches numbers goldens quickstart help clean
+# ./mtlaunch is always the release build; a sanitized launcher stays in its build folder
+all: $(if $(SANITIZE),$(BUILD)/bin/mtlaunch workers,mtlaunch)
+
+workers: $(patsubst %,$(BUILD)/bin/%,$(WORKERS))
+
+mtlaunch: $(BUILD)/bin/mtlaunch | workers
+	ln -sf $(BUILD)/bin/mtlaunch $@
+
+define folder_rules
+$(call library,$(1)): $(call objects,$(1))
+	@rm -f $$@
+	ar rcs $$@ $$^
+endef
+$(foreach f,$(FOLDERS),$(eval $(call folder_rules,$(f))))
+
+$(BUILD)/bin/mtlaunch: $(BUILD)/launcher/main.c.o $(foreach f,launcher ipc model procs,$(call library,$(f)))
+	@mkdir -p $(@D)
+	$(CXX) $(LDFLAGS) -o $@ $^ $(LIBS)
+define worker_rules
+$(BUILD)/bin/$(1): $(BUILD)/$(1)/main.c.o $(foreach f,$(1) ipc model procs,$(call library,$(f)))
+	@mkdir -p $$(@D)
+	$(CXX) $(LDFLAGS) -o $$@ $$^ $(LIBS)
+endef
+$(foreach w,$(WORKERS),$(eval $(call worker_rules,$(w))))
+
+$(BUILD)/%.c.o: %.c
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) $(CFLAGS_$(basename $(notdir $<))) -MMD -MP -c -o $@ $<
+$(BUILD)/%.cpp.o: %.cpp
+	@mkdir -p $(@D)
+	$(CXX) $(CXXFLAGS) -MMD -MP -c -o $@ $<
+
+# which folder a kind of test exercises, beside ipc, model and procs
+test_folders_unit    := opt_worker launcher
+test_folders_ring    :=
+test_folders_io      := io_worker
+test_folders_numeric := gpu_worker opt_worker
+define test_rules
+$(BUILD)/tests/$(1)/%: $(BUILD)/tests/$(1)/%.c.o $(foreach f,$(test_folders_$(1)) ipc model procs,$(call library,$(f)))
+	$(CXX) $(LDFLAGS) -o $$@ $$^ -lcmocka $(LIBS)
+endef
+$(foreach k,unit ring io numeric,$(eval $(call test_rules,$(k))))
+
+# ---- benchmarks: bench/bench_*.c ----
+
+BENCHES := $(patsubst %.c,$(BUILD)/%,$(wildcard bench/bench_*.c))
+benches: $(BENCHES)
+$(BUILD)/bench/%: $(BUILD)/bench/%.c.o $(foreach f,io_worker gpu_worker opt_worker ipc model procs,$(call library,$(f)))
+	@mkdir -p $(@D)
+	$(CXX) $(LDFLAGS) -o $@ $^ $(LIBS)
+
+# ---- what people call ----
+
+PREFIX ?= /usr/local
+install: all
+	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/libexec/mtlaunch
+	install $(BUILD)/bin/mtlaunch $(DESTDIR)$(PREFIX)/bin/mtlaunch
+	install $(patsubst %,$(BUILD)/%,$(WORKERS)) $(DESTDIR)$(PREFIX)/libexec/mtlaunch
+
+quickstart:
+	tools/setup.sh build quickstart
+	+$(MAKE) --no-print-directory -j$(CORES) mtlaunch
+	examples/quickstart/quickstart.sh
+
+test:
+	tools/setup.sh build test
+	python3 tests/run_tests.py
+
+# the shortest proof that a change broke nothing: build, C tests, one run, one kill
+check:
+	tools/setup.sh build test
+	python3 tests/run_tests.py build unit check
+
+unit: $(TESTBINS)
+	python3 tests/run_tests.py unit
+
+tsan:
+	python3 tests/run_tests.py tsan
+
+soak: all
+	python3 tests/kill/soak.py
+
+numbers: all benches tools/venv/installed
+	tools/venv/bin/python bench/numbers.py
+
+goldens: tools/venv/installed
+	tools/venv/bin/python tools/goldens/make_goldens.py
+	git --no-pager diff --stat -- tests/goldens
+
+# the pinned reference stack; only goldens, numbers and check_export.py need it, and the network
+tools/venv/installed: tools/goldens/requirements.txt
+	tools/setup.sh goldens
+	python3 -m venv tools/venv
+	tools/venv/bin/pip install --quiet -r $<
+	touch $@
+
+CORES := $(shell nproc)
+
+# ---- static analysis ----
+
+LINT_C    := $(foreach f,$(FOLDERS),$(wildcard $(f)/*.c $(f)/*/*.c)) $(wildcard bench/*.c tests/*/*.c)
+LINT_CXX  := $(wildcard launcher/*.cpp)
+LINT_H    := $(foreach f,$(FOLDERS),$(wildcard $(f)/*.h $(f)/*/*.h)) $(wildcard bench/*.h tests/*/*.h)
+
+lint: format-check cppcheck tidy
+
+# a file is checked again when it, a header it includes or the configuration changes
+tidy: $(patsubst %,build/lint/%.tidy,$(LINT_C) $(LINT_CXX))
+lint_std = $(if $(filter %.cpp,$(1)),-std=c++17,-std=gnu11)
+build/lint/%.tidy: % .clang-tidy
+	@mkdir -p $(@D)
+	@$(CC) -D_GNU_SOURCE -I. -MM -MP -MT $@ -MF $@.d $<
+	@clang-tidy --quiet $< -- $(call lint_std,$<) -D_GNU_SOURCE -I. >$@.log 2>&1 || { cat $@.log; exit 1; }
+	@touch $@
+
+cppcheck:
+	@mkdir -p build/lint/cppcheck
+	cppcheck --quiet --enable=warning,performance,portability --std=c11 --language=c -j $(CORES) \
+	    --cppcheck-build-dir=build/lint/cppcheck --suppressions-list=tools/cppcheck.txt \
+	    --inline-suppr --error-exitcode=1 -D_GNU_SOURCE -I. $(LINT_C)
+
+format:
+	clang-format -i $(LINT_C) $(LINT_CXX) $(LINT_H)
+
+format-check:
+	@clang-format --dry-run --Werror $(LINT_C) $(LINT_CXX) $(LINT_H)
+
+help:
+	@echo 'make               ./mtlaunch and its workers, under build/release'
+	@echo 'make quickstart    install, build, train a small model on real text (3 minutes), export it'
+	@echo 'make test          every test and static check; ends with "N passed, M failed"'
+	@echo 'make check         build, C tests, one run, one kill: under 3 minutes'
+	@echo 'make unit | tsan   C tests; the ring tests under ThreadSanitizer'
+	@echo 'make lint          clang-format, cppcheck, clang-tidy;  make format: reformat everything'
+	@echo 'make soak          random kills until stopped'
+	@echo 'make numbers       measurements, as JSON lines;  make benches: build/release/bench/*'
+	@echo 'make goldens       reference values from PyTorch and transformers (needs the network)'
+	@echo 'make install       to PREFIX (default /usr/local);  make clean: remove what was built'
+	@echo 'SANITIZE=address,undefined or thread builds the same tree under build/<sanitizer>'
+
+clean:
+	rm -rf build mtlaunch
+
+-include $(shell find $(BUILD) build/lint -name '*.d' 2>/dev/null)
+.SECONDARY:

@@ -1,0 +1,145 @@
+/*
+ * Both ends of the model: the embedding, and the final norm + head + cross entropy. The head goes
+ * over chunks of LAYERS_HEAD_ROWS tokens, because logits are V / C times as large as x.
+ */
+#include "gpu_worker/layers_internal.h"
+#include "procs/check.h"
+
+void layers_embedding_forward(struct layers *layers, const compute_t *weights,
+                              const struct layers_batch *batch, compute_t *x_out)
+{
+    layers->device->ops->embedding_forward(
+        layers->device, x_out, layers_weight(layers, weights, 0, MODEL_EMBED), batch->tokens,
+        layers->rows, layers->layout->config.hidden_size);
+}
+
+void layers_embedding_backward(struct layers *layers, float *gradients,
+                               const struct layers_batch *batch, const compute_t *dx)
+{
+    layers->device->ops->embedding_backward(
+        layers->device, layers_gradient(layers, gradients, 0, MODEL_EMBED), dx, batch->tokens,
+        layers->rows, layers->layout->config.hidden_size);
+}
+
+void layers_embedding_decode(struct layers *layers, const compute_t *weights,
+                             const struct layers_decode *rows, compute_t *x)
+{
+    CHECK(rows->rows <= layers->rows);
+    layers->device->ops->embedding_forward(
+        layers->device, x, layers_weight(layers, weights, 0, MODEL_EMBED), rows->tokens, rows->rows,
+        layers->layout->config.hidden_size);
+}
+
+/* Some rows of a microbatch on their way through the head. */
+struct chunk {
+    struct layers *layers;
+    const struct layers_head *head;
+    uint64_t start, rows;
+    const compute_t *x; /* (rows,C) */
+    compute_t *normed;  /* (rows,C) */
+};
+
+static struct device_linear chunk_linear(const struct chunk *c)
+{
+    const struct model_config *config = &c->layers->layout->config;
+    return (struct device_linear){
+        .rows = c->rows, .in = config->hidden_size, .out = config->vocab_size};
+}
+
+/* Norm and logits of the chunk that starts at row `start` of x. */
+static struct chunk chunk_logits(struct layers *layers, const struct layers_head *head,
+                                 const compute_t *x, uint64_t start, uint64_t end, float *logits)
+{
+    struct device *device = layers->device;
+    const struct model_config *config = &layers->layout->config;
+    uint64_t hidden = config->hidden_size, left = end - start;
+    struct chunk c = {.layers = layers,
+                      .head = head,
+                      .start = start,
+                      .rows = left < layers->head_rows ? left : layers->head_rows,
+                      .x = device_at(device, x, start * hidden),
+                      .normed = layers->normed};
+    device->ops->rmsnorm_forward(device, c.normed,
+                                 layers->slots[layers->shape.saved_slots].rstd_post, c.x,
+                                 head->norm, c.rows, hidden, (float)config->rms_norm_eps);
+    device->ops->head_forward(device, logits, c.normed, head->matrix, chunk_linear(&c));
+    return c;
+}
+
+static void chunk_loss(const struct chunk *c, const struct layers_batch *batch, double loss_scale,
+                       enum device_loss loss)
+{
+    struct layers *layers = c->layers;
+    struct device_cross_entropy shape = {.rows = c->rows,
+                                         .vocabulary = layers->layout->config.vocab_size,
+                                         .scale = (float)loss_scale};
+    layers->device->ops->cross_entropy(layers->device, layers->row_loss + c->start, layers->logits,
+                                       batch->labels + c->start, shape, loss);
+}
+
+static void chunk_backward(const struct chunk *c, compute_t *dx)
+{
+    struct layers *layers = c->layers;
+    struct device *device = layers->device;
+    const struct layers_head *head = c->head;
+    uint64_t hidden = layers->layout->config.hidden_size;
+    compute_t *dnormed = layers->wide; /* (rows,C) */
+    device->ops->head_backward_input(device, dnormed, layers->logits, head->matrix,
+                                     chunk_linear(c));
+    device->ops->head_backward_weight(device, head->matrix_gradient, layers->logits, c->normed,
+                                      chunk_linear(c));
+    device->ops->rmsnorm_backward(device,
+                                  &(struct device_rmsnorm_backward){
+                                      .dx = device_at(device, dx, c->start * hidden),
+                                      .dw = head->norm_gradient,
+                                      .dy = dnormed,
+                                      .x = c->x,
+                                      .w = head->norm,
+                                      .rstd = layers->slots[layers->shape.saved_slots].rstd_post,
+                                      .scratch = layers->norm_scratch,
+                                      .rows = c->rows,
+                                      .width = hidden});
+}
+
+/* In token order, so that the sum is the same wherever the losses were computed. */
+static double sum_losses(struct layers *layers)
+{
+    layers->device->ops->copy_out(layers->device, layers->host_loss, layers->row_loss,
+                                  layers->rows * sizeof *layers->host_loss);
+    double sum = 0;
+    for (uint64_t row = 0; row < layers->rows; row++)
+        sum += layers->host_loss[row];
+    return sum;
+}
+
+void layers_head(struct layers *layers, const struct layers_head *head,
+                 const struct layers_batch *batch, const compute_t *x, double loss_scale,
+                 compute_t *dx, double *loss_sum)
+{
+    CHECK(!layers->shape.forward_only);
+    for (uint64_t row = 0; row < layers->rows; row += layers->head_rows) {
+        struct chunk c = chunk_logits(layers, head, x, row, layers->rows, layers->logits);
+        chunk_loss(&c, batch, loss_scale, DEVICE_LOSS_AND_GRADIENT);
+        chunk_backward(&c, dx);
+    }
+    *loss_sum = sum_losses(layers);
+}
+
+void layers_head_loss(struct layers *layers, const struct layers_head *head,
+                      const struct layers_batch *batch, const compute_t *x, double *loss_sum)
+{
+    for (uint64_t row = 0; row < layers->rows; row += layers->head_rows) {
+        struct chunk c = chunk_logits(layers, head, x, row, layers->rows, layers->logits);
+        chunk_loss(&c, batch, 0, DEVICE_LOSS_ONLY);
+    }
+    *loss_sum = sum_losses(layers);
+}
+
+void layers_head_logits(struct layers *layers, const struct layers_head *head, const compute_t *x,
+                        uint64_t rows, float *logits)
+{
+    CHECK(rows <= layers->rows);
+    uint64_t vocabulary = layers->layout->config.vocab_size;
+    for (uint64_t row = 0; row < rows; row += layers->head_rows)
+        (void)chunk_logits(layers, head, x, row, rows, logits + row * vocabulary);
+}

@@ -1,0 +1,504 @@
+#include "gpu_worker/schedule.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "gpu_worker/gpu.h"
+#include "procs/check.h"
+#include "procs/clock.h"
+#include "procs/error.h"
+#include "procs/fault.h"
+#include "procs/log.h"
+
+uint64_t gpu_request_sweep(struct gpu *g)
+{
+    g->sweeps++;
+    atomic_store_explicit(&g->w->self->sweep_request, g->sweeps, memory_order_release);
+    worker_bell(g->w, ROLE_IO, 0);
+    return g->sweeps;
+}
+
+static void give_back(struct ring *ring, const struct ring_descriptor *d)
+{
+    CHECK(ring_publish(ring, d) == 0); /* a RETURN ring is as deep as what can be lent */
+}
+
+/* Copies one page into its place in the buffer of its source. */
+static int load_page(struct gpu *g, const struct visit *visit, const struct ring_descriptor *d)
+{
+    const struct model_page *page = &g->w->layout.pages[d->page];
+    uint64_t source = page->layer == visit->sources[0] ? 0 : 1;
+    const void *frame = segment_frame(&g->w->segment, REGION_WEIGHTS_POOL, 0, d->frame);
+    g->device->ops->load(g->device, device_at(g->device, g->buffers.weights[source], page->offset),
+                         frame, g->w->plan->bf16 ? DEVICE_HOST_BF16 : DEVICE_HOST_F32,
+                         page->elements);
+    g->device->ops->synchronize(g->device); /* before RETURN: the frame may be reused at once */
+    give_back(&g->weights_return, d);
+    return 0;
+}
+
+static int check_weights(const struct ring_descriptor *d, enum sweep_kind kind, uint64_t number,
+                         uint64_t visit, uint64_t page)
+{
+    if (d->kind == (uint32_t)kind && d->step == number && d->visit == visit && d->page == page)
+        return 0;
+    return error_set(
+        ERROR_FAILED,
+        "ring WEIGHTS: expected page %llu for visit %llu of %s %llu, found page %llu for "
+        "visit %llu of %s %llu",
+        (unsigned long long)page, (unsigned long long)visit, kind == SWEEP_STEP ? "step" : "sweep",
+        (unsigned long long)number, (unsigned long long)d->page, (unsigned long long)d->visit,
+        d->kind == SWEEP_STEP ? "step" : "sweep", (unsigned long long)d->step);
+}
+
+int gpu_take_weights(struct gpu *g, enum sweep_kind kind, uint64_t number, uint64_t visit)
+{
+    const struct visits *vs = kind == SWEEP_STEP ? &g->visits : &g->forward_visits;
+    const struct visit *v = &vs->visits[visit];
+    uint64_t n = visit_n_pages(&g->w->layout, v);
+    for (uint64_t k = 0; k < n; k++) {
+        struct ring_descriptor d;
+        int got, rc;
+        while ((got = ring_consume(&g->weights, &d)) == 0)
+            if ((rc = worker_pause(g->w, RING_WEIGHTS)) < 0)
+                return rc;
+        if (got < 0)
+            return error_wrap("ring WEIGHTS");
+        if ((rc = check_weights(&d, kind, number, visit, visit_page(&g->w->layout, v, k))) < 0 ||
+            (rc = load_page(g, v, &d)) < 0)
+            return rc;
+    }
+    if (n)
+        worker_bell(g->w, ROLE_IO, 0);
+    return worker_check(g->w);
+}
+
+int gpu_take_microbatch(struct gpu *g, enum microbatch_kind kind, uint64_t slot, uint64_t *labelled)
+{
+    struct ring_descriptor d;
+    int got, rc;
+    while ((got = ring_consume(&g->microbatch, &d)) == 0)
+        if ((rc = worker_pause(g->w, RING_MICROBATCH)) < 0)
+            return rc;
+    if (got < 0)
+        return error_wrap("ring MICROBATCH");
+    if (d.kind != (uint32_t)kind ||
+        (kind == MICROBATCH_TRAIN && (d.step != g->step || d.page != slot)))
+        return error_set(ERROR_FAILED,
+                         "ring MICROBATCH: found kind %u number %llu of step %llu in step %llu",
+                         d.kind, (unsigned long long)d.page, (unsigned long long)d.step,
+                         (unsigned long long)g->step);
+    uint64_t n = g->buffers.batch_elements;
+    const int32_t *frame = segment_frame(&g->w->segment, REGION_MICROBATCH_POOL, 0, d.frame);
+    g->device->ops->copy_in(g->device, g->buffers.batch + slot * 4 * n, frame,
+                            4 * n * sizeof(int32_t));
+    for (uint64_t i = 0; i < n; i++)
+        *labelled += frame[n + i] >= 0;
+    g->device->ops->synchronize(g->device);
+    give_back(&g->microbatch_return, &d);
+    worker_bell(g->w, ROLE_IO, 0);
+    return 0;
+}
+
+void gpu_head(const struct gpu *g, struct layers_head *head)
+{
+    const struct model_layout *layout = &g->w->layout;
+    uint32_t last = layout->n_layers - 1;
+    const struct model_tensor *norm = model_layer_tensor(layout, last, MODEL_FINAL_NORM);
+    const struct model_tensor *matrix = model_layer_tensor(layout, last, MODEL_HEAD);
+    const struct buffers *b = &g->buffers;
+    memset(head, 0, sizeof *head);
+    head->norm = device_at(g->device, b->weights[0], norm->offset);
+    head->matrix = matrix ? device_at(g->device, b->weights[0], matrix->offset) : b->weights[1];
+    if (b->gradients) {
+        head->norm_gradient = b->gradients + norm->offset;
+        head->matrix_gradient = matrix ? b->gradients + matrix->offset : b->head_share;
+    }
+}
+
+/* -- gradients -- */
+
+static void collect_returns(struct gpu *g)
+{
+    struct ring_descriptor d;
+    for (uint32_t i = 0; i < g->w->plan->opt_workers; i++)
+        while (ring_consume(&g->gradient_return[i], &d) == 1)
+            g->free_frames[g->n_free++] = d.frame;
+}
+
+static int take_frame(struct gpu *g, uint32_t *frame)
+{
+    for (;;) {
+        collect_returns(g);
+        if (g->n_free) {
+            *frame = g->free_frames[--g->n_free];
+            return 0;
+        }
+        int rc = worker_pause(g->w, RING_GRADIENT);
+        if (rc < 0)
+            return rc;
+    }
+}
+
+/* Tests only: shows that the equality tests notice one changed bit. */
+static void flip_bit(const struct gpu *g, uint64_t page, float *frame)
+{
+    uint32_t bits;
+    if (g->step != g->flip_step || page != 0)
+        return;
+    memcpy(&bits, frame, sizeof bits);
+    bits ^= 1u << 21;
+    memcpy(frame, &bits, sizeof bits);
+}
+
+/* Sends a layer's accumulated gradient off the device, page by page, to the pages' owners. */
+static int publish_gradients(struct gpu *g, uint32_t layer)
+{
+    const struct model_layer *l = &g->w->layout.layers[layer];
+    for (uint64_t p = l->first_page; p < l->first_page + l->n_pages; p++) {
+        const struct model_page *page = &g->w->layout.pages[p];
+        uint32_t owner = topology_page_owner(p, g->w->plan->opt_workers);
+        struct ring_descriptor d = {
+            .page = p, .step = g->step, .bytes = page->elements * sizeof(float)};
+        int rc = take_frame(g, &d.frame);
+        if (rc < 0)
+            return rc;
+        float *frame = segment_frame(&g->w->segment, REGION_GRADIENT_POOL, 0, d.frame);
+        g->device->ops->copy_out(g->device, frame, g->buffers.gradients + page->offset, d.bytes);
+        g->device->ops->synchronize(g->device);
+        flip_bit(g, p, frame);
+        CHECK(ring_publish(&g->gradient[owner], &d) == 0); /* as deep as its pool */
+        worker_bell(g->w, ROLE_OPT, owner);
+    }
+    return 0;
+}
+
+static void zero_gradients(struct gpu *g, uint32_t layer)
+{
+    g->device->ops->zero(g->device, g->buffers.gradients,
+                         g->w->layout.layers[layer].elements * sizeof(float));
+}
+
+/* -- one visit each; microbatch by microbatch -- */
+
+/* Where a block's intermediates are kept: LAYERS_NO_SLOT when backward recomputes. */
+static int64_t saved_slot(const struct gpu *g, const struct visit *v, uint64_t microbatch)
+{
+    uint32_t every = g->checkpoint_every;
+    if (every == VISITS_CHECKPOINT_FULL)
+        return LAYERS_NO_SLOT;
+    if (v->kind == VISIT_FORWARD && v->keeps != VISIT_KEEPS_ALL)
+        return LAYERS_NO_SLOT;
+    uint64_t place = every == VISITS_CHECKPOINT_NONE ? v->layer - 1 : (v->layer - 1) % every;
+    return (int64_t)(place * g->buffers.microbatches + microbatch);
+}
+
+static int visit_forward(struct gpu *g, const struct visit *v)
+{
+    struct layers_batch batch;
+    for (uint64_t m = 0; m < g->buffers.microbatches; m++) {
+        buffers_batch(&g->buffers, m, &batch);
+        if (v->layer == 0)
+            layers_embedding_forward(g->layers, g->buffers.weights[0], &batch,
+                                     buffers_input(&g->buffers, 1, m));
+        else
+            layers_block_forward(g->layers, v->layer, g->buffers.weights[0], &batch,
+                                 buffers_input(&g->buffers, v->layer, m),
+                                 buffers_input(&g->buffers, (uint64_t)v->layer + 1, m),
+                                 saved_slot(g, v, m));
+        int rc = worker_check(g->w);
+        if (rc < 0)
+            return rc;
+    }
+    fault_point(FAULT_gpu_mid_forward);
+    return 0;
+}
+
+/* The last block of a group: its output is the next group's start, or dX by now; not written again.
+ */
+static int visit_reforward(struct gpu *g, const struct visit *v)
+{
+    uint64_t every = g->checkpoint_every;
+    struct layers_batch batch;
+    int last = v->layer % every == 0 || v->layer == g->buffers.blocks;
+    for (uint64_t m = 0; m < g->buffers.microbatches; m++) {
+        buffers_batch(&g->buffers, m, &batch);
+        compute_t *out =
+            last ? g->buffers.discard : buffers_input(&g->buffers, (uint64_t)v->layer + 1, m);
+        layers_block_forward(g->layers, v->layer, g->buffers.weights[0], &batch,
+                             buffers_input(&g->buffers, v->layer, m), out, saved_slot(g, v, m));
+        int rc = worker_check(g->w);
+        if (rc < 0)
+            return rc;
+    }
+    return 0;
+}
+
+static int visit_head(struct gpu *g, const struct visit *v, struct step_result *result)
+{
+    struct layers_head head;
+    struct layers_batch batch;
+    zero_gradients(g, v->layer);
+    if (g->buffers.head_share)
+        g->device->ops->zero(g->device, g->buffers.head_share,
+                             g->w->layout.config.vocab_size * g->w->layout.config.hidden_size *
+                                 sizeof(float));
+    gpu_head(g, &head);
+    for (uint64_t m = 0; m < g->buffers.microbatches; m++) {
+        double loss = 0.0;
+        buffers_batch(&g->buffers, m, &batch);
+        layers_head(g->layers, &head, &batch, buffers_dx(&g->buffers, m),
+                    1.0 / (double)result->labelled, buffers_dx(&g->buffers, m), &loss);
+        result->loss_sum += loss;
+        int rc = worker_check(g->w);
+        if (rc < 0)
+            return rc;
+    }
+    return publish_gradients(g, v->layer);
+}
+
+static int visit_backward(struct gpu *g, const struct visit *v)
+{
+    struct layers_batch batch;
+    zero_gradients(g, v->layer);
+    for (uint64_t m = 0; m < g->buffers.microbatches; m++) {
+        buffers_batch(&g->buffers, m, &batch);
+        layers_block_backward(g->layers, v->layer, g->buffers.weights[0], g->buffers.gradients,
+                              &batch, buffers_input(&g->buffers, v->layer, m),
+                              buffers_dx(&g->buffers, m), saved_slot(g, v, m));
+        int rc = worker_check(g->w);
+        if (rc < 0)
+            return rc;
+    }
+    fault_point(FAULT_gpu_mid_backward);
+    return publish_gradients(g, v->layer);
+}
+
+/* Head share + separately accumulated embedding share, in that order. */
+static int visit_embedding_backward(struct gpu *g)
+{
+    struct layers_batch batch;
+    const struct model_config *c = &g->w->layout.config;
+    zero_gradients(g, 0);
+    for (uint64_t m = 0; m < g->buffers.microbatches; m++) {
+        buffers_batch(&g->buffers, m, &batch);
+        layers_embedding_backward(g->layers, g->buffers.gradients, &batch,
+                                  buffers_dx(&g->buffers, m));
+    }
+    if (g->buffers.head_share)
+        g->device->ops->add(g->device, g->buffers.gradients, g->buffers.head_share,
+                            c->vocab_size * c->hidden_size);
+    return publish_gradients(g, 0);
+}
+
+static int do_visit(struct gpu *g, const struct visit *v, struct step_result *result)
+{
+    switch (v->kind) {
+    case VISIT_FORWARD:
+        return visit_forward(g, v);
+    case VISIT_REFORWARD:
+        return visit_reforward(g, v);
+    case VISIT_HEAD:
+        return visit_head(g, v, result);
+    case VISIT_BACKWARD:
+        return visit_backward(g, v);
+    case VISIT_EMBEDDING_BACKWARD:
+        return visit_embedding_backward(g);
+    }
+    CHECK(!"a kind of visit");
+    return -1;
+}
+
+static int train_step(struct gpu *g)
+{
+    struct worker_control *self = g->w->self;
+    struct step_result *result = &self->results[g->step % PLAN_SLACK_STEPS];
+    int rc;
+    memset(result, 0, sizeof *result);
+    for (uint64_t m = 0; m < g->buffers.microbatches; m++)
+        if ((rc = gpu_take_microbatch(g, MICROBATCH_TRAIN, m, &result->labelled)) < 0)
+            return rc;
+    result->tokens = g->buffers.microbatches * g->buffers.batch_elements;
+    if (result->labelled == 0)
+        return error_set(ERROR_USER,
+                         "step %llu: no token of its %llu has a label; nothing to learn from",
+                         (unsigned long long)g->step, (unsigned long long)result->tokens);
+    for (uint64_t v = 0; v < g->visits.n_visits; v++) {
+        if ((rc = gpu_take_weights(g, SWEEP_STEP, g->step, v)) < 0)
+            return rc;
+        if (v == 0)
+            result->begin_ns = clock_now_ns();
+        if ((rc = do_visit(g, &g->visits.visits[v], result)) < 0)
+            return rc;
+        if (v + 1 == g->visits.n_forward) {
+            result->forward_ns = clock_now_ns();
+            result->step = g->step;
+            atomic_store_explicit(&self->forward_step, g->step, memory_order_release);
+        }
+    }
+    result->backward_ns = clock_now_ns();
+    atomic_store_explicit(&self->backward_step, g->step, memory_order_release);
+    worker_fact(g->w);
+    return 0;
+}
+
+/* -- set-up and main loop -- */
+
+static uint64_t saved_slots(const struct plan *plan, uint64_t blocks, uint32_t every)
+{
+    if (plan->mode != PLAN_TRAIN || every == VISITS_CHECKPOINT_FULL)
+        return 0;
+    uint64_t held = every == VISITS_CHECKPOINT_NONE ? blocks : every;
+    return plan->microbatches * (held < blocks ? held : blocks);
+}
+
+static struct layers_shape layers_shape_of(const struct gpu *g, uint32_t every)
+{
+    const struct plan *plan = g->w->plan;
+    uint64_t context = generate_context(plan);
+    return (struct layers_shape){
+        .microbatch_size = plan->micro_batch_size,
+        .seq_len = plan->seq_len,
+        .saved_slots = saved_slots(plan, g->w->layout.config.n_layers, every),
+        .context_max = context > plan->seq_len ? context : plan->seq_len,
+        .forward_only = plan->mode != PLAN_TRAIN,
+    };
+}
+
+/* Bytes of all device buffers under a mode of activation checkpointing. */
+static uint64_t device_bytes(const struct gpu *g, uint32_t every)
+{
+    const struct plan *plan = g->w->plan;
+    uint64_t compute = g->device->compute_bytes;
+    struct layers_shape shape = layers_shape_of(g, every);
+    return buffers_bytes(plan, &g->w->layout, every, compute) +
+           layers_bytes(g->device, &g->w->layout, &shape) + generate_bytes(plan, &g->w->layout, compute);
+}
+
+/* What fits and costs least: no recomputation, else one, with whichever grouping takes the least room. */
+static uint32_t cheapest_mode(const struct gpu *g)
+{
+    uint64_t room = g->w->plan->device_bytes_max, blocks = g->w->layout.config.n_layers;
+    uint32_t best = VISITS_CHECKPOINT_FULL;
+    if (g->w->plan->mode != PLAN_TRAIN || device_bytes(g, VISITS_CHECKPOINT_NONE) <= room)
+        return VISITS_CHECKPOINT_NONE;
+    for (uint32_t every = 2; every < blocks && device_bytes(g, best) > room; every++)
+        if (device_bytes(g, every) < device_bytes(g, best))
+            best = every;
+    return best;
+}
+
+static int choose_mode(struct gpu *g)
+{
+    const struct plan *plan = g->w->plan;
+    g->checkpoint_every =
+        plan->checkpoint_every == PLAN_CHECKPOINT_AUTO ? cheapest_mode(g) : plan->checkpoint_every;
+    uint64_t need = device_bytes(g, g->checkpoint_every);
+    g->w->self->device_bytes = need;
+    g->w->self->checkpoint_every = g->checkpoint_every;
+    if (need <= plan->device_bytes_max)
+        return 0;
+    (void)error_set(ERROR_FIT, "device buffers need %llu bytes, max_ram leaves %llu for them",
+                    (unsigned long long)need, (unsigned long long)plan->device_bytes_max);
+    return error_hint("a smaller micro_batch_size or seq_len, or activation_checkpointing = \"full\", needs less");
+}
+
+static int open_layers(struct gpu *g)
+{
+    struct layers_shape shape = layers_shape_of(g, g->checkpoint_every);
+    return layers_init(&g->layers, g->device, &g->w->layout, &shape);
+}
+
+static void open_rings(struct gpu *g)
+{
+    const struct segment *s = &g->w->segment;
+    segment_ring(s, RING_WEIGHTS, 0, &g->weights);
+    segment_ring(s, RING_WEIGHTS_RETURN, 0, &g->weights_return);
+    segment_ring(s, RING_MICROBATCH, 0, &g->microbatch);
+    segment_ring(s, RING_MICROBATCH_RETURN, 0, &g->microbatch_return);
+    if (g->w->plan->mode != PLAN_TRAIN)
+        return;
+    for (uint32_t i = 0; i < g->w->plan->opt_workers; i++) {
+        segment_ring(s, RING_GRADIENT, i, &g->gradient[i]);
+        segment_ring(s, RING_GRADIENT_RETURN, i, &g->gradient_return[i]);
+    }
+}
+
+static int gpu_open(struct gpu *g, struct worker *w)
+{
+    const struct plan *plan = w->plan;
+    const char *flip = getenv("MTLAUNCH_FLIP_GRADIENT");
+    memset(g, 0, sizeof *g);
+    g->w = w;
+    g->flip_step = flip ? strtoull(flip, NULL, 10) : 0;
+    uint64_t frames = plan->pools[REGION_GRADIENT_POOL].frames;
+    g->free_frames = calloc(frames + 1, sizeof *g->free_frames);
+    if (!g->free_frames)
+        return error_set(ERROR_FAILED, "out of memory");
+    while (g->n_free < frames) {
+        g->free_frames[g->n_free] = (uint32_t)(frames - 1 - g->n_free);
+        g->n_free++;
+    }
+    open_rings(g);
+    if (device_cpu_open(&g->device, plan->bf16 ? DEVICE_BF16 : DEVICE_F32, plan->threads) < 0 ||
+        choose_mode(g) < 0 || visits_init(&g->visits, &w->layout, g->checkpoint_every) < 0 ||
+        visits_forward_only(&g->forward_visits, &w->layout) < 0 ||
+        buffers_open(&g->buffers, g->device, plan, &w->layout, g->checkpoint_every) < 0 ||
+        open_layers(g) < 0 || generate_open(g) < 0)
+        return -(int)error_kind_now();
+    (void)snprintf(w->self->lineage, sizeof w->self->lineage, "%s", g->device->ops->lineage(g->device));
+    log_line(LOG_INFO, "device: %s; %llu bytes of buffers", g->device->ops->lineage(g->device),
+             (unsigned long long)w->self->device_bytes);
+    return 0;
+}
+
+static void gpu_close(struct gpu *g)
+{
+    generate_close(g);
+    layers_destroy(g->layers);
+    buffers_close(&g->buffers);
+    device_close(g->device);
+    visits_destroy(&g->visits);
+    visits_destroy(&g->forward_visits);
+    free(g->free_frames);
+}
+
+static uint64_t order(const _Atomic uint64_t *counter)
+{
+    return atomic_load_explicit(counter, memory_order_acquire);
+}
+
+/* One request, whichever the launcher made: 1 done, 0 there was none, negative. */
+static int serve(struct gpu *g)
+{
+    const struct launcher_control *o = g->w->orders;
+    uint64_t begin = order(&o->begin_step);
+    if (order(&o->evaluate_request) > order(&g->w->self->evaluated))
+        return gpu_evaluate(g) < 0 ? -(int)error_kind_now() : 1;
+    if (order(&o->generate_request) > order(&g->w->self->generated))
+        return gpu_generate(g) < 0 ? -(int)error_kind_now() : 1;
+    if (begin > g->step) {
+        g->step = g->step ? g->step + 1 : begin; /* the first is the one after the newest commit */
+        return train_step(g) < 0 ? -(int)error_kind_now() : 1;
+    }
+    return 0;
+}
+
+int schedule_run(struct worker *w)
+{
+    struct gpu g;
+    int rc = fault_arm_from_environment();
+    if (rc < 0)
+        return rc;
+    rc = gpu_open(&g, w);
+    if (rc == 0)
+        worker_ready(w);
+    while (rc >= 0) {
+        rc = serve(&g);
+        if (rc == 0)
+            rc = worker_pause(w, WORKER_WAIT_OTHER);
+    }
+    gpu_close(&g);
+    return rc;
+}

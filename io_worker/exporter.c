@@ -1,0 +1,115 @@
+/*
+ * Exports the committed version between other work: one page is in flight, and a turn converts one.
+ * Its slots are pinned (a copy of the table), so that later steps write elsewhere; the launcher lets no
+ * step two further be applied before the export is done.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "io_worker/io.h"
+#include "procs/error.h"
+#include "procs/log.h"
+
+int exporter_open(struct io *io)
+{
+    struct page_image_layout layout;
+    page_image_layout(&layout, io->dtype, io->plan->page_elements);
+    if (posix_memalign(&io->exporter.image, PAGE_IMAGE_HEADER_BYTES, layout.bytes) != 0)
+        return error_set(ERROR_FAILED, "out of memory for a page of %llu bytes",
+                         (unsigned long long)layout.bytes);
+    io->exporter.pinned = calloc(io->layout->n_pages, sizeof *io->exporter.pinned);
+    return io->exporter.pinned ? 0 : error_set(ERROR_FAILED, "out of memory");
+}
+
+void exporter_close(struct io *io)
+{
+    export_close(io->exporter.export);
+    free(io->exporter.image);
+    free(io->exporter.pinned);
+}
+
+int exporter_begin(struct io *io, const char *out)
+{
+    struct exporter *e = &io->exporter;
+    const char *folder = plan_text_get(io->plan, io->plan->model_dir);
+    struct export_config config = {
+        .layout = io->layout,
+        .model_folder = folder,
+        .weights_folder = io->plan->weights == PLAN_WEIGHTS_RANDOM ? NULL : folder,
+        .out = out,
+        .dtype = io->plan->checkpoint.export_dtype,
+        .step = io->newest.facts.step,
+    };
+    if (export_open(&e->export, &config) < 0)
+        return -(int)error_kind_now();
+    memcpy(e->pinned, io->committed, io->layout->n_pages * sizeof *e->pinned);
+    e->step = io->newest.facts.step;
+    e->page = 0;
+    e->reading = e->landed = 0;
+    return 0;
+}
+
+static void on_read(struct io_request *request, int result)
+{
+    struct io *io = request->context;
+    io->exporter.landed = 1;
+    if (result < 0)
+        io->failed = engine_request_error(io->engine, request);
+}
+
+static int read_page(struct io *io)
+{
+    struct exporter *e = &io->exporter;
+    struct page_image_layout layout;
+    store_page_layout(io->store, e->page, &layout);
+    memset(&e->request, 0, sizeof e->request);
+    e->request.buffer = e->image;
+    e->request.bytes = page_image_bytes(&layout, (enum page_codec)e->pinned[e->page].codec);
+    e->request.on_done = on_read;
+    e->request.context = io;
+    store_request_page(io->store, &e->request, IO_READ, e->page, e->pinned[e->page].slot);
+    if (engine_submit(io->engine, &e->request) != ENGINE_ACCEPTED)
+        return 0;
+    e->reading = 1;
+    return 1;
+}
+
+static int convert_page(struct io *io)
+{
+    struct exporter *e = &io->exporter;
+    struct page_image_layout layout;
+    store_page_layout(io->store, e->page, &layout);
+    if (store_verify_image(io->store, &e->pinned[e->page], e->image) < 0)
+        return -(int)error_kind_now();
+    const uint16_t *residual = io->plan->bf16 ? page_image_part(e->image, &layout, PART_RESIDUAL) : NULL;
+    if (export_page(e->export, &io->layout->pages[e->page], page_image_part(e->image, &layout, PART_WEIGHTS),
+                    residual) < 0)
+        return error_wrap("export of step %llu", (unsigned long long)e->step);
+    e->reading = e->landed = 0;
+    e->page++;
+    return 1;
+}
+
+static int finish(struct io *io)
+{
+    struct exporter *e = &io->exporter;
+    int rc = export_finish(e->export);
+    export_close(e->export);
+    e->export = NULL;
+    if (rc < 0)
+        return error_wrap("export of step %llu", (unsigned long long)e->step);
+    log_line(LOG_INFO, "exported step %llu", (unsigned long long)e->step);
+    return 1;
+}
+
+int exporter_turn(struct io *io)
+{
+    struct exporter *e = &io->exporter;
+    if (!e->export)
+        return 0;
+    if (e->page == io->layout->n_pages)
+        return finish(io);
+    if (!e->reading)
+        return read_page(io);
+    return e->landed ? convert_page(io) : 0;
+}

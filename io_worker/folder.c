@@ -1,0 +1,134 @@
+#include "io_worker/folder.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <libgen.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "procs/check.h"
+#include "procs/error.h"
+
+int folder_create(const char *folder)
+{
+    char path[PATH_MAX];
+    if (snprintf(path, sizeof path, "%s", folder) >= (int)sizeof path)
+        return error_set(ERROR_USER, "%s: path too long", folder);
+    for (char *p = path + 1;; p++) {
+        char c = *p;
+        if (c != '/' && c != '\0')
+            continue;
+        *p = '\0';
+        if (mkdir(path, 0777) < 0 && errno != EEXIST)
+            return error_set(ERROR_FAILED, "cannot create the folder %s: %s", path,
+                             strerror(errno));
+        if (c == '\0')
+            return 0;
+        *p = c;
+    }
+}
+
+char *folder_parent(const char *path)
+{
+    char *copy = strdup(path);
+    CHECK(copy != NULL);
+    char *parent = strdup(dirname(copy));
+    CHECK(parent != NULL);
+    free(copy);
+    return parent;
+}
+
+int folder_sync(const char *path)
+{
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0)
+        return error_set(ERROR_FAILED, "%s: cannot open: %s", path, strerror(errno));
+    int rc = fsync(fd) < 0 ? error_set(ERROR_FAILED, "%s: fsync: %s", path, strerror(errno)) : 0;
+    (void)close(fd); /* a folder opened for reading */
+    return rc;
+}
+
+static int write_fd(int fd, const char *bytes, size_t n)
+{
+    for (size_t done = 0; done < n;) {
+        ssize_t k = write(fd, bytes + done, n - done);
+        if (k < 0 && errno == EINTR)
+            continue;
+        if (k <= 0)
+            return -1;
+        done += (size_t)k;
+    }
+    return fsync(fd);
+}
+
+int folder_write_file(const char *folder, const char *name, const void *bytes, size_t n)
+{
+    char path[PATH_MAX];
+    (void)snprintf(path, sizeof path, "%s/%s", folder, name); /* too long: open says so */
+    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (fd < 0)
+        return error_set(ERROR_FAILED, "%s: cannot create: %s", path, strerror(errno));
+    int rc = 0;
+    if (write_fd(fd, bytes, n) < 0)
+        rc = error_set(ERROR_FAILED, "%s: write: %s", path, strerror(errno));
+    if (close(fd) < 0 && rc == 0)
+        rc = error_set(ERROR_FAILED, "%s: close: %s", path, strerror(errno));
+    return rc;
+}
+
+static int read_fd(int fd, const char *path, char *bytes, size_t n)
+{
+    for (size_t done = 0; done < n;) {
+        ssize_t k = read(fd, bytes + done, n - done);
+        if (k < 0 && errno == EINTR)
+            continue;
+        if (k <= 0)
+            return error_set(ERROR_FAILED, "%s: read: %s", path,
+                             k < 0 ? strerror(errno) : "the file became shorter");
+        done += (size_t)k;
+    }
+    return 1;
+}
+
+int folder_read_file(const char *folder, const char *name, size_t n_max, char **bytes, size_t *n)
+{
+    char path[PATH_MAX];
+    struct stat status;
+    (void)snprintf(path, sizeof path, "%s/%s", folder, name); /* too long: open says so */
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0 && errno == ENOENT)
+        return 0;
+    if (fd < 0)
+        return error_set(ERROR_USER, "%s: cannot open: %s", path, strerror(errno));
+    int rc = 0;
+    if (fstat(fd, &status) < 0 || !S_ISREG(status.st_mode))
+        rc = error_set(ERROR_USER, "%s: expected a regular file", path);
+    else if ((uint64_t)status.st_size > n_max)
+        rc = error_set(ERROR_USER, "%s: expected at most %zu bytes, found %lld", path, n_max,
+                       (long long)status.st_size);
+    if (rc == 0) {
+        *n = (size_t)status.st_size;
+        *bytes = malloc(*n + 1);
+        CHECK(*bytes != NULL);
+        rc = read_fd(fd, path, *bytes, *n);
+        if (rc < 0)
+            free(*bytes);
+        else
+            (*bytes)[*n] = '\0';
+    }
+    (void)close(fd); /* opened for reading */
+    return rc;
+}
+
+int folder_has(const char *folder, const char *name)
+{
+    char path[PATH_MAX];
+    struct stat status;
+    if (snprintf(path, sizeof path, "%s/%s", folder, name) >= (int)sizeof path)
+        return 0;
+    return lstat(path, &status) == 0;
+}

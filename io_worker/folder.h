@@ -1,0 +1,28 @@
+/*
+ * Folders and small files, durably: what the cache and the export both need.
+ */
+#ifndef IO_WORKER_FOLDER_H
+#define IO_WORKER_FOLDER_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Creates `path` and its parents where they are absent. -ERROR_USER (too long), -ERROR_FAILED. */
+int folder_create(const char *path);
+
+/* The folder of a path, or of its parent: allocated, freed by the caller. "a" -> ".". */
+char *folder_parent(const char *path);
+
+/* Makes names in the folder durable (fsync). -ERROR_FAILED. */
+int folder_sync(const char *path);
+
+/* Writes folder/name and fsyncs it. -ERROR_FAILED. */
+int folder_write_file(const char *folder, const char *name, const void *bytes, size_t n);
+
+/* Reads folder/name, at most n_max bytes. 1: read, *bytes allocated; 0: absent; negative: error. */
+int folder_read_file(const char *folder, const char *name, size_t n_max, char **bytes, size_t *n);
+
+/* 1 when folder/name exists, whatever it is. */
+int folder_has(const char *folder, const char *name);
+
+#endif

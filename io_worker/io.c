@@ -1,0 +1,102 @@
+#include "io_worker/io.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "procs/error.h"
+#include "procs/fault.h"
+
+/* Begins the export that the launcher has asked for; the version is committed by then. */
+static int take_export_order(struct io *io)
+{
+    char out[4096];
+    uint64_t step = atomic_load_explicit(&io->w->orders->export_step, memory_order_acquire);
+    if (exporter_busy(io) || step <= atomic_load_explicit(&io->w->self->exported_step, memory_order_relaxed))
+        return 0;
+    if (step != io->newest.facts.step)
+        return 0; /* not committed here yet, or ordered before a restart and done again */
+    (void)snprintf(out, sizeof out, "%s/step-%llu",
+                   plan_text_get(io->plan, io->plan->checkpoint.export_dir), (unsigned long long)step);
+    return exporter_begin(io, out) < 0 ? -(int)error_kind_now() : 1;
+}
+
+static int export_turn(struct io *io)
+{
+    int rc = take_export_order(io);
+    if (rc != 0)
+        return rc;
+    int busy = exporter_busy(io);
+    if ((rc = exporter_turn(io)) < 0)
+        return rc;
+    if (busy && !exporter_busy(io)) {
+        if (export_rotate(plan_text_get(io->plan, io->plan->checkpoint.export_dir),
+                          io->plan->checkpoint.keep) < 0)
+            return -(int)error_kind_now();
+        atomic_store_explicit(&io->w->self->exported_step, io->exporter.step, memory_order_release);
+        worker_fact(io->w);
+    }
+    return rc;
+}
+
+/* What io waits for when it has nothing to do: the optimizer while a step is applied. */
+static int reason(const struct io *io)
+{
+    uint64_t complete = atomic_load_explicit(&io->w->self->complete_step, memory_order_relaxed);
+    return io->apply_step > complete ? RING_WRITEBACK : WORKER_WAIT_OTHER;
+}
+
+static int serve(struct io *io)
+{
+    int rc = pager_open(io);
+    if (rc < 0)
+        return rc;
+    if (io->engine)
+        io->w->event_fd = engine_event_fd(io->engine);
+    worker_ready(io->w);
+    while (rc >= 0) {
+        rc = pager_turn(io);
+        int done = rc;
+        if (rc >= 0 && io->plan->mode == PLAN_TRAIN)
+            rc = export_turn(io);
+        if (rc == 0 && done == 0)
+            rc = worker_pause(io->w, reason(io));
+        else if (rc >= 0)
+            rc = worker_check(io->w);
+    }
+    return rc;
+}
+
+static int run_mode(struct io *io)
+{
+    enum plan_mode mode = (enum plan_mode)io->plan->mode;
+    int rc;
+    if (mode == PLAN_DIGEST)
+        return offline_digest(io);
+    if (mode == PLAN_EXPORT)
+        return offline_export(io);
+    if (mode != PLAN_GENERATE && (rc = start_data(io)) < 0)
+        return rc;
+    if (mode == PLAN_VALIDATE)
+        return start_validate(io);
+    if ((rc = start_weights(io)) < 0)
+        return rc;
+    return serve(io);
+}
+
+int io_run(struct worker *w)
+{
+    struct io io;
+    memset(&io, 0, sizeof io);
+    io.w = w;
+    io.plan = w->plan;
+    io.layout = &w->layout;
+    io.dtype = w->plan->bf16 ? DTYPE_BFLOAT16 : DTYPE_FLOAT32;
+    int rc = fault_arm_from_environment();
+    if (rc == 0)
+        rc = start_open(&io);
+    if (rc == 0)
+        rc = run_mode(&io);
+    pager_close(&io);
+    start_close(&io);
+    return rc;
+}

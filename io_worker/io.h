@@ -1,0 +1,151 @@
+/*
+ * What io_worker holds, shared by its kinds of work:
+ *
+ *     start.c    data, store, import or recovery, first weights: everything before READY
+ *     pager.c    the steady state: microbatches, weights, state, write-back, commit
+ *     exporter.c a Hugging Face folder out of one pinned version, a page at a time between other work
+ *     offline.c  digest and export commands
+ *
+ * Pages move in this circle; io writes only the frames of MICROBATCH, WEIGHTS and STATE:
+ *
+ *     slot --read--> STATE frame --lent--> opt: AdamW --> OUT frame --write--> slot (another one)
+ *                                                          |
+ *                                                          +--copy--> WEIGHTS frame --lent--> gpu
+ */
+#ifndef IO_WORKER_IO_H
+#define IO_WORKER_IO_H
+
+#include "io_worker/commit.h"
+#include "io_worker/data.h"
+#include "io_worker/export.h"
+#include "io_worker/slots.h"
+#include "io_worker/store.h"
+#include "ipc/worker.h"
+#include "model/visits.h"
+
+struct io;
+
+/* One STATE or OUT frame and the transfer that uses it. */
+struct frame_io {
+    struct io_request request;
+    struct io *io;
+    uint64_t page;
+    uint32_t lane, frame;
+    int ready; /* STATE: read and its header verified */
+};
+
+/* The traffic with one opt_worker. Ranks count its own pages in forward order. */
+struct lane {
+    struct ring state, state_return, writeback;
+    uint64_t own_pages;
+    uint64_t frames_max; /* STATE frames; as many OUT frames */
+    struct frame_io *in, *out;
+    uint32_t *free_in, *free_out; /* stacks */
+    uint64_t n_free_in, n_free_out;
+    uint32_t *in_of_rank;  /* [rank % frames_max]: the STATE frame that holds it */
+    uint64_t read_rank;    /* next to read from the store */
+    uint64_t lend_rank;    /* next to lend */
+    uint64_t done_rank;    /* image frames given back */
+    double read_s, apply_s; /* moving averages for prediction; seconds a page */
+    uint64_t last_writeback_ns;
+};
+
+/* A walk over visits: which page is lent next. */
+struct cursor {
+    uint64_t number; /* step, or sweep */
+    uint64_t visit, k;
+};
+
+struct exporter {
+    struct export *export;
+    struct page_entry *pinned; /* (n_pages): the version being exported */
+    void *image;               /* a page image */
+    struct io_request request;
+    uint64_t step, page;
+    int reading, landed;
+};
+
+struct io {
+    struct worker *w;
+    const struct plan *plan;
+    const struct model_layout *layout;
+    enum dtype_mode dtype;
+
+    struct data *data;
+    struct store *store;
+    struct engine *engine;
+    unsigned engine_depth;
+    struct commit *commit;
+    struct commit_record newest; /* the newest durable commit */
+    const char **directories;
+    struct engine_region regions[2 * OPT_WORKERS_MAX + 2];
+
+    struct page_entry *anchor, *committed, *forming; /* PAGE_TABLE */
+    struct readback readback;
+    uint64_t *readback_bits;
+
+    /* MICROBATCH */
+    struct ring microbatch, microbatch_return;
+    uint32_t *free_microbatches;
+    uint64_t n_free_microbatches;
+    struct cursor train_feed;    /* number = step, k = microbatch */
+    struct cursor evaluate_feed; /* number = evaluations served, k = microbatch */
+
+    /* WEIGHTS: frame p holds page p */
+    struct ring weights, weights_return;
+    struct visits visits, forward_visits;
+    struct cursor step_cursor, sweep_cursor;
+    uint64_t *weights_version; /* (n_pages): version in the frame */
+    uint32_t *weights_lent;    /* (n_pages): times lent now */
+
+    /* the step being applied */
+    struct lane *lanes;
+    uint64_t apply_step;    /* whose decision has been taken in; complete_step + 1 or complete_step */
+    struct step_orders orders;
+    uint64_t pages_back;    /* written back by opt workers */
+    uint64_t pages_written; /* and durable as far as the engine knows */
+    uint64_t base_version;  /* version of the pages that step apply_step + 1 computes with */
+    struct commit_facts facts;
+
+    struct exporter exporter;
+    int failed; /* a completion callback met an error, which is set */
+};
+
+/* Until told to leave, or an error; or, in the modes without training, until done. */
+int io_run(struct worker *w);
+
+/* start.c */
+int start_open(struct io *io);
+void start_close(struct io *io);
+int start_data(struct io *io);
+int start_store(struct io *io, int *exists);
+int start_weights(struct io *io);
+/* `validate`: data is open; checks the weights' folder against the layout. Writes nothing. */
+int start_validate(struct io *io);
+int io_progress(void *context, enum store_activity activity, uint64_t done, uint64_t total);
+
+/* pager.c */
+int pager_open(struct io *io);
+void pager_close(struct io *io);
+/* One turn: how much was done, or negative. */
+int pager_turn(struct io *io);
+/* A page's image layout and, in a frame of WEIGHTS, its bytes. */
+uint64_t pager_weights_bytes(const struct io *io, uint64_t page);
+
+/* exporter.c */
+int exporter_open(struct io *io);
+void exporter_close(struct io *io);
+/* Starts exporting the committed version into `out`. */
+int exporter_begin(struct io *io, const char *out);
+/* One turn: 1 something was done, 0 nothing to do now, negative. */
+int exporter_turn(struct io *io);
+static inline int exporter_busy(const struct io *io)
+{
+    return io->exporter.export != NULL;
+}
+
+/* offline.c */
+int offline_digest(struct io *io);
+int offline_export(struct io *io);
+
+#endif

@@ -1,0 +1,376 @@
+/*
+ * Everything before READY. Order matters: what the user may have got wrong is found before the store
+ * is touched, and what does not fit before anything is written.
+ *
+ *     data        open, check, tokenize                    exit 2
+ *     weights     source folder against the layout         exit 2
+ *     store       open, lock (the fence), compare          exit 2, 5
+ *                 absent: space, zero-fill, import, record 0   exit 3 before the first byte
+ *                 ready: recover the newest commit
+ *     WEIGHTS     compute weights into RAM
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "io_worker/import.h"
+#include "io_worker/io.h"
+#include "ipc/page_table.h"
+#include "procs/check.h"
+#include "procs/error.h"
+#include "procs/log.h"
+
+enum { ENGINE_DEPTH = 256 };
+
+_Static_assert((int)PLAN_FORMAT_TOKENS == (int)DATA_FORMAT_TOKENS &&
+                   (int)PLAN_FORMAT_TEXT == (int)DATA_FORMAT_TEXT,
+               "the plan's formats are data.h's");
+_Static_assert((int)PLAN_ENGINE_URING == (int)ENGINE_URING && (int)PLAN_ENGINE_SYNC == (int)ENGINE_SYNC,
+               "the plan's engines are engine.h's");
+_Static_assert(sizeof(struct page_entry) == PAGE_TABLE_ENTRY_BYTES, "page_table.h knows the size");
+
+static void tell(struct io *io, const char *text)
+{
+    size_t used = strlen(io->w->self->message);
+    if (*text)
+        (void)snprintf(io->w->self->message + used, sizeof io->w->self->message - used, "%s\n", text);
+}
+
+int io_progress(void *context, enum store_activity activity, uint64_t done, uint64_t total)
+{
+    struct io *io = context;
+    worker_progress(io->w,
+                    activity == STORE_ZERO_FILLING ? ACTIVITY_ZEROING : ACTIVITY_RECOVERING, done, total);
+    return worker_check(io->w) < 0;
+}
+
+static int data_progress(void *context, const char *path, uint64_t done, uint64_t total)
+{
+    struct io *io = context;
+    (void)path;
+    worker_progress(io->w, ACTIVITY_TOKENIZING, done, total);
+    return worker_check(io->w) < 0;
+}
+
+/* -- data -- */
+
+static const char **texts_of(const struct plan *plan, struct plan_texts texts)
+{
+    const char **list = calloc(texts.count + 1, sizeof *list);
+    for (uint64_t i = 0; list && i < texts.count; i++)
+        list[i] = plan_texts_get(plan, texts, i);
+    return list;
+}
+
+static void count_evaluation(struct io *io)
+{
+    uint64_t n = data_samples(io->data, io->plan->mode == PLAN_EVALUATE ? DATA_TRAIN : DATA_VALIDATION);
+    uint64_t wanted = io->plan->mode == PLAN_EVALUATE ? n : io->plan->evaluate_sequences;
+    uint64_t sequences = wanted < n ? wanted : n, b = io->plan->micro_batch_size;
+    atomic_store_explicit(&io->w->self->evaluate_sequences, sequences, memory_order_relaxed);
+    atomic_store_explicit(&io->w->self->evaluate_microbatches, (sequences + b - 1) / b, memory_order_release);
+}
+
+int start_data(struct io *io)
+{
+    const struct plan *plan = io->plan;
+    const struct plan_data *d = &plan->data;
+    char text[CONTROL_ERROR_BYTES];
+    const char **train = texts_of(plan, d->train), **validation = texts_of(plan, d->validation);
+    int rc = train && validation ? 0 : error_set(ERROR_FAILED, "out of memory");
+    struct data_config config = {
+        .train = train,
+        .n_train = d->train.count,
+        .validation = validation,
+        .n_validation = d->validation.count,
+        .val_fraction = d->val_fraction,
+        .format = (enum data_format)d->format,
+        .tokenizer = d->tokenizer_is_bytes ? DATA_TOKENIZER_BYTES : DATA_TOKENIZER_FILE,
+        .packing = d->packing,
+        .shuffle = d->shuffle,
+        .cache_dir = plan_text_get(plan, d->cache_dir),
+        .seq_len = plan->seq_len,
+        .vocab_size = plan->model.vocab_size,
+        .eos_id = plan->model.n_eos ? plan->model.eos_token_id[0] : DATA_NO_EOS,
+        .seed = plan->seed,
+        .keep_partial = plan->mode == PLAN_EVALUATE,
+    };
+    if (rc == 0)
+        rc = data_open(&io->data, &config, data_progress, io);
+    free(train);
+    free(validation);
+    if (rc < 0)
+        return rc;
+    io->w->self->samples = data_samples(io->data, DATA_TRAIN);
+    count_evaluation(io);
+    (void)data_describe(io->data, text, sizeof text);
+    tell(io, text);
+    return 0;
+}
+
+/* -- store -- */
+
+/* The engine moves pages to and from these frames all the time: registered, they need no pinning. */
+static int register_frames(struct io *io)
+{
+    const struct segment *s = &io->w->segment;
+    unsigned n = 0;
+    if (io->plan->mode != PLAN_TRAIN)
+        return 0;
+    for (uint32_t i = 0; i < io->plan->opt_workers; i++) {
+        io->regions[n++] = (struct engine_region){segment_region(s, REGION_STATE_POOL, i),
+                                                  io->plan->regions[REGION_STATE_POOL].stride};
+        io->regions[n++] = (struct engine_region){segment_region(s, REGION_OUT_POOL, i),
+                                                  io->plan->regions[REGION_OUT_POOL].stride};
+    }
+    return store_register_regions(io->store, io->regions, n);
+}
+
+/* Opens the store; *exists: it holds a commit. */
+int start_store(struct io *io, int *exists)
+{
+    const struct plan *plan = io->plan;
+    const struct model_config *m = &plan->model;
+    struct store_options options = {
+        .directories = io->directories,
+        .n_directories = (unsigned)plan->offload_dirs.count,
+        .layout = io->layout,
+        .dtype = io->dtype,
+        .slots_per_page = plan->slots_per_page,
+        .engine = (enum engine_kind)plan->io_engine,
+        .engine_depth = ENGINE_DEPTH,
+        .on_progress = io_progress,
+        .progress_context = io,
+    };
+    memcpy(options.run, plan->run_uuid, sizeof options.run);
+    (void)snprintf(options.model, sizeof options.model, "llama %llux%llu vocabulary %llu",
+                   (unsigned long long)m->n_layers, (unsigned long long)m->hidden_size,
+                   (unsigned long long)m->vocab_size);
+    worker_progress(io->w, ACTIVITY_RECOVERING, 0, 0);
+    if (store_open(&io->store, &options) < 0 || register_frames(io) < 0)
+        return -(int)error_kind_now();
+    io->engine = store_engine(io->store);
+    tell(io, store_notice(io->store));
+    *exists = store_state_now(io->store) == STORE_READY;
+    return 0;
+}
+
+static void first_facts(const struct io *io, struct commit_facts *facts)
+{
+    memset(facts, 0, sizeof *facts);
+    facts->seed = io->plan->seed;
+    memcpy(&facts->config, io->plan->bits_hash, sizeof facts->config);
+}
+
+/* Version 0 of one page: into slot 0 and, without reading it again, into WEIGHTS. */
+static int import_one(struct io *io, struct import *im, void *image, uint64_t page)
+{
+    struct page_image_layout layout;
+    struct page_identity identity;
+    struct io_request request = {0};
+    store_page_layout(io->store, page, &layout);
+    store_page_identity(io->store, page, 0, &identity);
+    void *weights = page_image_part(image, &layout, PART_WEIGHTS);
+    void *residual = io->plan->bf16 ? page_image_part(image, &layout, PART_RESIDUAL) : NULL;
+    if (import_page(im, &io->layout->pages[page], weights, residual) < 0)
+        return -(int)error_kind_now();
+    page_image_seal(image, &layout, &identity, PAGE_ZERO);
+    request.buffer = image;
+    request.bytes = page_image_bytes(&layout, PAGE_ZERO);
+    store_request_page(io->store, &request, IO_WRITE, page, 0);
+    if (engine_run(io->engine, &request) < 0)
+        return -(int)error_kind_now();
+    page_entry_from_image(&io->committed[page], image, 0);
+    memcpy(segment_frame(&io->w->segment, REGION_WEIGHTS_POOL, 0, (uint32_t)page), weights,
+           pager_weights_bytes(io, page));
+    io->weights_version[page] = 0;
+    return 0;
+}
+
+static int import_all(struct io *io, struct import *im)
+{
+    void *image = segment_frame(&io->w->segment, REGION_STATE_POOL, 0, 0);
+    uint64_t done = 0, bytes = io->plan->bf16 ? 2 : 4;
+    for (uint64_t p = 0; p < io->layout->n_pages; p++) {
+        worker_progress(io->w, ACTIVITY_IMPORTING, done * bytes, io->layout->elements * bytes);
+        if (worker_check(io->w) < 0 || import_one(io, im, image, p) < 0)
+            return -(int)error_kind_now();
+        done += io->layout->pages[p].elements;
+    }
+    return 0;
+}
+
+static int open_source(struct io *io, struct import **im)
+{
+    struct import_config config = {
+        .layout = io->layout,
+        .folder = io->plan->weights == PLAN_WEIGHTS_RANDOM ? NULL
+                                                           : plan_text_get(io->plan, io->plan->model_dir),
+        .seed = io->plan->seed,
+    };
+    return import_open(im, &config);
+}
+
+int start_validate(struct io *io)
+{
+    struct import *im = NULL;
+    int rc = open_source(io, &im);
+    import_close(im);
+    return rc;
+}
+
+static int create(struct io *io)
+{
+    struct import *im = NULL;
+    struct commit_facts facts;
+    int rc = open_source(io, &im);
+    if (rc == 0)
+        rc = store_preflight(io->store);
+    if (rc == 0)
+        rc = store_create(io->store);
+    if (rc == 0)
+        rc = commit_open(&io->commit, io->store);
+    if (rc == 0)
+        rc = import_all(io, im);
+    first_facts(io, &facts);
+    if (rc == 0)
+        rc = commit_run(io->commit, &facts, io->committed, &io->newest);
+    if (rc == 0)
+        rc = store_mark_ready(io->store);
+    import_close(im);
+    return rc;
+}
+
+static int load_one(struct io *io, void *image, uint64_t page)
+{
+    struct page_image_layout layout;
+    struct io_request request = {.buffer = image};
+    store_page_layout(io->store, page, &layout);
+    request.bytes = page_image_weights_bytes(&layout);
+    store_request_page(io->store, &request, IO_READ, page, io->committed[page].slot);
+    if (engine_run(io->engine, &request) < 0)
+        return -(int)error_kind_now();
+    memcpy(segment_frame(&io->w->segment, REGION_WEIGHTS_POOL, 0, (uint32_t)page),
+           page_image_part(image, &layout, PART_WEIGHTS), pager_weights_bytes(io, page));
+    io->weights_version[page] = io->committed[page].version;
+    return 0;
+}
+
+/* Compute weights of the newest commit, whose bytes recovery has just verified. */
+static int load_from_store(struct io *io)
+{
+    void *image = io->exporter.image;
+    uint64_t done = 0, bytes = io->plan->bf16 ? 2 : 4;
+    for (uint64_t p = 0; p < io->layout->n_pages; p++) {
+        worker_progress(io->w, ACTIVITY_LOADING, done * bytes, io->layout->elements * bytes);
+        if (worker_check(io->w) < 0 || load_one(io, image, p) < 0)
+            return -(int)error_kind_now();
+        done += io->layout->pages[p].elements;
+    }
+    return 0;
+}
+
+/* Without a store (eval and generate on a Hugging Face folder). */
+static int load_from_folder(struct io *io)
+{
+    struct import *im;
+    struct page_image_layout layout;
+    if (open_source(io, &im) < 0)
+        return -(int)error_kind_now();
+    int rc = 0;
+    for (uint64_t p = 0; p < io->layout->n_pages && rc == 0; p++) {
+        page_image_layout(&layout, io->dtype, io->layout->pages[p].elements);
+        void *frame = segment_frame(&io->w->segment, REGION_WEIGHTS_POOL, 0, (uint32_t)p);
+        void *residual = io->plan->bf16 ? page_image_part(io->exporter.image, &layout, PART_RESIDUAL) : NULL;
+        rc = import_page(im, &io->layout->pages[p], frame, residual);
+        worker_progress(io->w, ACTIVITY_LOADING, p, io->layout->n_pages);
+        if (rc == 0)
+            rc = worker_check(io->w);
+    }
+    import_close(im);
+    return rc;
+}
+
+static void announce_commit(struct io *io)
+{
+    struct worker_control *self = io->w->self;
+    const struct commit_facts *f = &io->newest.facts;
+    self->resume_step = f->step;
+    self->resume_t = f->optimizer_step;
+    self->resume_data_position = f->data_position[0];
+    memcpy(self->state_hash[f->step % PLAN_SLACK_STEPS], &io->newest.state_hash, 16);
+    (void)snprintf(self->lineage, sizeof self->lineage, "%s", f->lineage);
+    atomic_store_explicit(&self->complete_step, f->step, memory_order_release);
+    atomic_store_explicit(&self->committed_step, f->step, memory_order_release);
+}
+
+static int recover(struct io *io)
+{
+    uint64_t fell_back = 0;
+    char text[160];
+    if (store_recover(io->store, &io->newest, io->committed, &fell_back) < 0)
+        return -(int)error_kind_now();
+    if (fell_back) {
+        (void)snprintf(text, sizeof text, "commit %llu is damaged; resuming from the one before it",
+                       (unsigned long long)fell_back);
+        tell(io, text);
+        log_line(LOG_WARN, "%s", text);
+    }
+    if (commit_open(&io->commit, io->store) < 0)
+        return -(int)error_kind_now();
+    commit_resume(io->commit, &io->newest);
+    return load_from_store(io);
+}
+
+int start_weights(struct io *io)
+{
+    int exists = 0, rc;
+    if (io->plan->weights == PLAN_WEIGHTS_FOLDER && io->plan->mode != PLAN_TRAIN)
+        return load_from_folder(io);
+    if ((rc = start_store(io, &exists)) < 0)
+        return rc;
+    if (exists && io->plan->resume_never)
+        return error_set(ERROR_USER, "[run] resume = \"never\", but %s holds a commit of this run",
+                         io->directories[0]);
+    if (!exists && io->plan->mode != PLAN_TRAIN)
+        return error_set(ERROR_USER, "%s: no commit yet", io->directories[0]);
+    if ((rc = exists ? recover(io) : create(io)) < 0)
+        return rc;
+    uint64_t bytes = io->layout->n_pages * sizeof *io->committed;
+    memcpy(io->forming, io->committed, bytes);
+    memcpy(io->anchor, io->committed, bytes); /* recovery read every slot; import is read by the first step */
+    io->w->self->store_bytes = store_bytes_needed(io->layout, io->dtype, io->plan->slots_per_page);
+    announce_commit(io);
+    return 0;
+}
+
+int start_open(struct io *io)
+{
+    const struct segment *s = &io->w->segment;
+    uint64_t n = io->layout->n_pages;
+    io->directories = texts_of(io->plan, io->plan->offload_dirs);
+    io->weights_version = calloc(n, sizeof *io->weights_version);
+    io->weights_lent = calloc(n, sizeof *io->weights_lent);
+    io->readback_bits = calloc(readback_words(n), sizeof *io->readback_bits);
+    if (!io->directories || !io->weights_version || !io->weights_lent || !io->readback_bits)
+        return error_set(ERROR_FAILED, "out of memory for %llu pages", (unsigned long long)n);
+    io->readback.bits = io->readback_bits;
+    io->readback.n_pages = n;
+    struct page_entry *table = segment_region(s, REGION_PAGE_TABLE, 0);
+    io->anchor = table + PAGE_TABLE_ANCHOR * n;
+    io->committed = table + PAGE_TABLE_COMMITTED * n;
+    io->forming = table + PAGE_TABLE_FORMING * n;
+    return exporter_open(io);
+}
+
+void start_close(struct io *io)
+{
+    exporter_close(io);
+    commit_close(io->commit);
+    store_close(io->store);
+    data_close(io->data);
+    free(io->directories);
+    free(io->weights_version);
+    free(io->weights_lent);
+    free(io->readback_bits);
+}

@@ -1,0 +1,68 @@
+#include "ipc/ring.h"
+
+#include <errno.h>
+#include <xxhash.h>
+
+#include "procs/error.h"
+
+uint64_t ring_producer_bytes(uint64_t depth)
+{
+    return RING_CURSOR_BYTES + depth * sizeof(struct ring_descriptor);
+}
+
+static uint64_t descriptor_check(const struct ring_descriptor *d, uint64_t count)
+{
+    return XXH3_64bits_withSeed(d, offsetof(struct ring_descriptor, check), count);
+}
+
+static int cursors_damaged(uint64_t head, uint64_t tail, uint64_t depth)
+{
+    return error_set(ERROR_FAILED, "ring damaged: head %llu, tail %llu, depth %llu",
+                     (unsigned long long)head, (unsigned long long)tail, (unsigned long long)depth);
+}
+
+int ring_publish(struct ring *ring, const struct ring_descriptor *d)
+{
+    /* own cursor: relaxed. The consumer's: acquire, pairs with the release in ring_consume(). */
+    uint64_t head = atomic_load_explicit(&ring->producer->head, memory_order_relaxed);
+    uint64_t tail = atomic_load_explicit(&ring->consumer->tail, memory_order_acquire);
+    if (head - tail > ring->depth)
+        return cursors_damaged(head, tail, ring->depth);
+    if (head - tail == ring->depth)
+        return -EAGAIN;
+    struct ring_descriptor *slot = &ring->producer->descriptors[head & (ring->depth - 1)];
+    *slot = *d;
+    slot->generation = ring->generation;
+    slot->check = descriptor_check(slot, head);
+    /* release: pairs with the acquire in ring_consume() */
+    atomic_store_explicit(&ring->producer->head, head + 1, memory_order_release);
+    return 0;
+}
+
+int ring_consume(struct ring *ring, struct ring_descriptor *d)
+{
+    uint64_t tail = atomic_load_explicit(&ring->consumer->tail, memory_order_relaxed);
+    uint64_t head = atomic_load_explicit(&ring->producer->head, memory_order_acquire);
+    if (head == tail)
+        return 0;
+    if (head - tail > ring->depth)
+        return cursors_damaged(head, tail, ring->depth);
+    *d = ring->producer->descriptors[tail & (ring->depth - 1)];
+    uint64_t check = descriptor_check(d, tail);
+    if (d->check != check)
+        return error_set(ERROR_FAILED, "ring descriptor %llu damaged: check expected %016llx, found %016llx",
+                         (unsigned long long)tail, (unsigned long long)check,
+                         (unsigned long long)d->check);
+    if (d->generation != ring->generation)
+        return error_set(ERROR_FAILED, "ring descriptor %llu of generation %u, expected %u",
+                         (unsigned long long)tail, d->generation, ring->generation);
+    atomic_store_explicit(&ring->consumer->tail, tail + 1, memory_order_release);
+    return 1;
+}
+
+uint64_t ring_waiting(const struct ring *ring)
+{
+    uint64_t tail = atomic_load_explicit(&ring->consumer->tail, memory_order_acquire);
+    uint64_t head = atomic_load_explicit(&ring->producer->head, memory_order_acquire);
+    return head - tail;
+}

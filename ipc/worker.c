@@ -1,0 +1,194 @@
+#include "ipc/worker.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include "procs/check.h"
+#include "procs/clock.h"
+#include "procs/error.h"
+#include "procs/log.h"
+
+void worker_name(char *text, enum role role, uint32_t index)
+{
+    (void)snprintf(text, MESSAGE_PEER_BYTES, "%s.%u", topology_role_name(role), index);
+}
+
+static void send_message(struct worker *w, enum message_type type, uint64_t a, const char *text)
+{
+    struct message m = {.type = type, .generation = w->plan->generation, .a = a};
+    memcpy(m.token, w->plan->token, sizeof m.token);
+    (void)snprintf(m.text, sizeof m.text, "%s", text);
+    (void)endpoint_send(w->endpoint, NULL, &m); /* dropped: the launcher re-reads within 100 ms */
+}
+
+static enum region_id control_region(enum role role)
+{
+    return role == ROLE_IO ? REGION_IO_CONTROL : role == ROLE_GPU ? REGION_GPU_CONTROL : REGION_OPT_CONTROL;
+}
+
+static int parse_arguments(int argc, char **argv, int *fd, uint32_t *index)
+{
+    if (argc != 3)
+        return error_set(ERROR_USER, "%s is started by mtlaunch, not by hand", argv[0]);
+    *fd = atoi(argv[1]);
+    *index = (uint32_t)strtoul(argv[2], NULL, 10);
+    return 0;
+}
+
+/* Terminal signals are the launcher's to interpret: a worker leaves when it is told, or dies with it. */
+static int follow_launcher(struct worker *w)
+{
+    w->parent_pid = w->plan->launcher_pid; /* not simply getppid(): in a container the launcher may be 1 */
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL) < 0)
+        return error_set(ERROR_FAILED, "prctl: %s", strerror(errno));
+    (void)signal(SIGINT, SIG_IGN);
+    (void)signal(SIGHUP, SIG_IGN);
+    (void)signal(SIGPIPE, SIG_IGN);
+    return getppid() != w->parent_pid ? error_set(ERROR_FAILED, "the launcher is gone") : 0;
+}
+
+static int introduce(struct worker *w, enum role role, uint32_t index)
+{
+    char name[MESSAGE_PEER_BYTES];
+    worker_name(name, role, index);
+    w->self = segment_region(&w->segment, control_region(role), role == ROLE_OPT ? index : 0);
+    w->orders = segment_region(&w->segment, REGION_LAUNCHER_CONTROL, 0);
+    w->self->magic = CONTROL_MAGIC;
+    w->self->role = role;
+    w->self->index = index;
+    w->self->pid = getpid();
+    w->self->generation = w->plan->generation;
+    check_set_panic_buffer(w->self->panic, sizeof w->self->panic);
+    if (*plan_text_get(w->plan, w->plan->log_dir) &&
+        log_open(plan_text_get(w->plan, w->plan->log_dir), name, w->plan->log_bytes_max) < 0)
+        return -(int)error_kind_now();
+    char address[PLAN_ENDPOINT_BYTES + 8];
+    (void)snprintf(address, sizeof address, "ipc://%s", w->plan->endpoint);
+    if (endpoint_connect(&w->endpoint, address, name) < 0)
+        return -(int)error_kind_now();
+    send_message(w, MESSAGE_HELLO, (uint64_t)getpid(), "");
+    return 0;
+}
+
+int worker_start(struct worker *w, enum role role, int argc, char **argv)
+{
+    int fd = -1;
+    uint32_t index = 0;
+    memset(w, 0, sizeof *w);
+    w->event_fd = -1;
+    if (parse_arguments(argc, argv, &fd, &index) < 0 ||
+        segment_attach(&w->segment, fd, role, index) < 0)
+        return -(int)error_kind_now();
+    w->plan = w->segment.plan;
+    if (follow_launcher(w) < 0 || introduce(w, role, index) < 0 ||
+        model_layout_init(&w->layout, &w->plan->model, w->plan->page_elements) < 0)
+        return -(int)error_kind_now();
+    log_line(LOG_INFO, "started, pid %d, generation %u", (int)getpid(), w->plan->generation);
+    return 0;
+}
+
+void worker_ready(struct worker *w)
+{
+    worker_progress(w, ACTIVITY_WORKING, 0, 0);
+    atomic_store_explicit(&w->self->ready, 1, memory_order_release);
+    send_message(w, MESSAGE_READY, 0, "");
+    log_line(LOG_INFO, "ready");
+}
+
+int worker_finish(struct worker *w, int rc)
+{
+    int status = rc < 0 ? -rc : 0;
+    if (rc < 0 && rc != -ERROR_STOPPED) {
+        if (w->self) {
+            (void)snprintf(w->self->error, sizeof w->self->error, "%s", error_text());
+            atomic_store_explicit(&w->self->error_kind, (uint32_t)status, memory_order_release);
+            log_line(LOG_ERROR, "%s", error_text());
+        } else {
+            (void)fprintf(stderr, "%s\n", error_text());
+        }
+        if (w->endpoint)
+            send_message(w, MESSAGE_FAILED, (uint64_t)status, error_text());
+    }
+    if (w->plan)
+        log_line(LOG_INFO, "leaving, status %d", status);
+    log_close();
+    endpoint_close(w->endpoint);
+    model_layout_destroy(&w->layout);
+    check_set_panic_buffer(NULL, 0); /* it lies in the segment */
+    segment_detach(&w->segment);
+    return status;
+}
+
+int worker_check(struct worker *w)
+{
+    atomic_fetch_add_explicit(&w->self->heartbeat, 1, memory_order_relaxed);
+    if (atomic_load_explicit(&w->orders->stopping, memory_order_acquire))
+        return error_set(ERROR_STOPPED, "told to leave");
+    if (getppid() != w->parent_pid)
+        return error_set(ERROR_STOPPED, "the launcher is gone");
+    return 0;
+}
+
+/* Messages only wake: what they say stands in shared memory. */
+static void drain(struct worker *w)
+{
+    struct message m;
+    while (endpoint_receive(w->endpoint, NULL, &m) == 1)
+        ;
+}
+
+static void count_wait(struct worker *w, int why, uint64_t since_ns)
+{
+    if (why < RING_COUNT)
+        atomic_fetch_add_explicit(&w->self->wait_ns[why], clock_now_ns() - since_ns, memory_order_relaxed);
+}
+
+int worker_pause(struct worker *w, int why)
+{
+    int rc = worker_check(w);
+    if (rc < 0)
+        return rc;
+    if (!w->armed) {
+        atomic_store_explicit(&w->self->sleeping, 1, memory_order_relaxed);
+        atomic_thread_fence(memory_order_seq_cst); /* pairs with the fence in worker_bell() */
+        w->armed = 1;
+        return 0;
+    }
+    uint64_t since = clock_now_ns();
+    int ready = 0;
+    rc = endpoint_sleep(w->endpoint, &w->event_fd, &ready, w->event_fd >= 0, WORKER_POLL_MS);
+    atomic_store_explicit(&w->self->sleeping, 0, memory_order_relaxed);
+    w->armed = 0;
+    drain(w);
+    count_wait(w, why, since);
+    return rc < 0 ? error_set(ERROR_FAILED, "poll: %s", strerror(-rc)) : 0;
+}
+
+void worker_fact(struct worker *w)
+{
+    send_message(w, MESSAGE_FACT, 0, "");
+}
+
+void worker_bell(struct worker *w, enum role role, uint32_t index)
+{
+    const struct worker_control *peer =
+        segment_region(&w->segment, control_region(role), role == ROLE_OPT ? index : 0);
+    atomic_thread_fence(memory_order_seq_cst); /* pairs with the fence in worker_pause() */
+    if (!atomic_load_explicit(&peer->sleeping, memory_order_relaxed))
+        return;
+    char name[MESSAGE_PEER_BYTES];
+    worker_name(name, role, index);
+    send_message(w, MESSAGE_DOORBELL, 0, name);
+}
+
+void worker_progress(struct worker *w, enum worker_activity activity, uint64_t done, uint64_t total)
+{
+    atomic_store_explicit(&w->self->progress.activity, (uint32_t)activity, memory_order_relaxed);
+    atomic_store_explicit(&w->self->progress.done, done, memory_order_relaxed);
+    atomic_store_explicit(&w->self->progress.total, total, memory_order_relaxed);
+}

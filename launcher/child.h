@@ -1,0 +1,44 @@
+/*
+ * One worker process: started, watched by pidfd, its death told as a story.
+ */
+#ifndef LAUNCHER_CHILD_H
+#define LAUNCHER_CHILD_H
+
+#include <stdint.h>
+#include <sys/types.h>
+
+#include "ipc/topology.h"
+
+enum child_state {
+    CHILD_NONE,     /* not started; child_start() leads to RUNNING */
+    CHILD_RUNNING,  /* the process exists as far as we know; child_poll() leads to DEAD */
+    CHILD_DEAD,     /* reaped; `status` is final */
+};
+
+struct child {
+    enum role role;
+    uint32_t index;
+    enum child_state state;
+    pid_t pid;
+    int pid_fd;
+    int status;          /* as waitpid() gives it */
+    uint64_t heartbeat;  /* newest seen */
+    uint64_t alive_ns;   /* when it last changed */
+};
+
+/* Starts the worker's program with the segment's descriptor. */
+int child_start(struct child *child, int segment_fd);
+
+/* Reaps without waiting: 1 if it is dead (now or before). */
+int child_poll(struct child *child);
+
+/* Sends a signal through the pidfd; a dead child is fine. */
+void child_signal(struct child *child, int signal);
+
+/* Waits up to `timeout_ms` for its end; 1 if dead. */
+int child_wait(struct child *child, int timeout_ms);
+
+/* "killed by signal 9 (Killed)", "exited with status 3". */
+const char *child_cause(const struct child *child, char *text, uint64_t bytes);
+
+#endif

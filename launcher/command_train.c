@@ -1,0 +1,147 @@
+/* `mtlaunch RUN.toml` and `mtlaunch validate RUN.toml`. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "launcher/command.h"
+#include "launcher/coordinator.h"
+#include "launcher/metrics.h"
+#include "launcher/plan_build.h"
+#include "launcher/progress.h"
+#include "launcher/run_dir.h"
+#include "launcher/supervisor.h"
+#include "procs/error.h"
+#include "procs/fault.h"
+
+/* Everything that can be known to be wrong without writing a byte. */
+static int read_inputs(struct launcher *l, const struct arguments *a)
+{
+    if (a->count < 1)
+        return error_set(ERROR_USER, "expected a run file");
+    if (config_load(&l->config, a->items[0], a->items + 1, (size_t)(a->count - 1)) < 0 ||
+        config_refuse_missing(&l->config) < 0 || plan_load_model(&l->config, &l->layout) < 0)
+        return -(int)error_kind_now();
+    return 0;
+}
+
+static void close_all(struct launcher *l)
+{
+    coordinator_end(l);
+    metrics_close(l->metrics);
+    progress_close(l->progress);
+    model_layout_destroy(&l->layout);
+    config_destroy(&l->config);
+    if (l->signal_fd >= 0)
+        (void)close(l->signal_fd);
+}
+
+/* The plan is built once before the run directory exists, so that what does not fit writes nothing. */
+static int preflight(struct launcher *l, const struct plan_request *request)
+{
+    struct plan *plan = NULL;
+    int rc = plan_build(&plan, l, request);
+    free(plan);
+    return rc;
+}
+
+static void tell_end(struct launcher *l)
+{
+    uint64_t committed = coordinator_committed(l);
+    progress_say(l->progress, committed >= l->coordinator.steps
+                                  ? "done: step %llu of %llu; the model is in %s/export/step-%llu"
+                                  : "stopped after step %llu of %llu; start again to resume (%s, step %llu)",
+                 (unsigned long long)committed, (unsigned long long)l->coordinator.steps, l->run.path,
+                 (unsigned long long)committed);
+    l->finished = committed >= l->coordinator.steps;
+}
+
+static int train(struct launcher *l, const struct supervisor_job *job)
+{
+    if (run_dir_open(&l->run, l->config.run_output_dir, RUN_DIR_CREATE) < 0)
+        return -(int)error_kind_now();
+    int rc = run_dir_adopt_config(&l->run, &l->config);
+    if (rc == 0)
+        rc = supervisor_run(l, job);
+    /* nothing of a run that could not even begin is left behind */
+    if ((rc == -ERROR_USER || rc == -ERROR_FIT) && !l->metrics)
+        run_dir_undo(&l->run);
+    run_dir_close(&l->run);
+    if (rc == 0 && !l->finished)
+        rc = error_set(ERROR_STOPPED, "stopped as asked");
+    return rc;
+}
+
+int command_train(const struct arguments *a)
+{
+    struct launcher l = {.signal_fd = -1, .run.lock_fd = -1};
+    int rc = fault_arm_from_environment();
+    if (rc == 0)
+        rc = read_inputs(&l, a);
+    struct supervisor_job job = {
+        .request = {.mode = PLAN_TRAIN},
+        .begin = coordinator_begin,
+        .turn = coordinator_turn,
+        .done = tell_end,
+    };
+    if (rc == 0 && l.config.eval_interval) {
+        job.request.prompts = (const char *const *)l.config.eval_sample_prompts.items;
+        job.request.n_prompts = l.config.eval_sample_prompts.count;
+        job.request.max_new_tokens = l.config.eval_sample_tokens;
+    }
+    if (rc == 0)
+        rc = preflight(&l, &job.request);
+    if (rc == 0)
+        rc = progress_open(&l.progress, l.config.log_progress, l.config.log_interval);
+    if (rc == 0)
+        rc = supervisor_open_signals(&l);
+    if (rc == 0)
+        rc = train(&l, &job);
+    progress_close(l.progress); /* ends the bar's line before an error is told */
+    l.progress = NULL;
+    int status = rc < 0 ? command_fail() : 0;
+    close_all(&l);
+    return status;
+}
+
+static int replace_text(char **text, const char *value)
+{
+    free(*text);
+    *text = strdup(value);
+    return *text ? 0 : error_set(ERROR_FAILED, "out of memory");
+}
+
+static void tell_valid(struct launcher *l)
+{
+    (void)printf("%s", l->session.io->message);
+    (void)printf("valid: %llu parameters in %llu pages, %s\n", (unsigned long long)l->layout.parameters,
+                 (unsigned long long)l->layout.n_pages, l->session.plan->bf16 ? "bfloat16" : "float32");
+}
+
+int command_validate(const struct arguments *a)
+{
+    struct launcher l = {.signal_fd = -1, .run.lock_fd = -1};
+    struct supervisor_job job = {.request = {.mode = PLAN_VALIDATE}, .done = tell_valid};
+    struct plan_request training = {.mode = PLAN_TRAIN};
+    char scratch[] = "/tmp/mtlaunch-validate-XXXXXX";
+    int rc = read_inputs(&l, a);
+    if (rc == 0)
+        rc = preflight(&l, &training);
+    if (rc == 0 && !mkdtemp(scratch))
+        rc = error_set(ERROR_FAILED, "/tmp: cannot make a scratch directory");
+    int made = rc == 0;
+    if (rc == 0)
+        rc = replace_text(&l.config.data_cache_dir, scratch);
+    if (rc == 0)
+        rc = progress_open(&l.progress, CONFIG_PROGRESS_NONE, 1);
+    if (rc == 0)
+        rc = supervisor_open_signals(&l);
+    if (rc == 0)
+        rc = supervisor_run(&l, &job);
+    if (made)
+        (void)run_dir_remove_tree(scratch); /* a leftover in /tmp is no reason to call the file invalid */
+    int status = rc < 0 ? command_fail() : 0;
+    close_all(&l);
+    return status;
+}

@@ -1,0 +1,386 @@
+#include "launcher/coordinator.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "ipc/norm_tree.h"
+#include "ipc/worker.h"
+#include "launcher/metrics.h"
+#include "launcher/progress.h"
+#include "launcher/session.h"
+#include "launcher/step_line.h"
+#include "model/tokenizer_bytes.h"
+#include "procs/check.h"
+#include "procs/clock.h"
+#include "procs/error.h"
+#include "procs/fault.h"
+
+/* A norm times the clipping factor above this would overflow the second moment in f32. */
+#define UPDATE_NORM_MAX 1e18
+
+static uint64_t fact(const _Atomic uint64_t *counter)
+{
+    return atomic_load_explicit(counter, memory_order_acquire);
+}
+
+static void order(struct launcher *l, _Atomic uint64_t *counter, uint64_t value)
+{
+    atomic_store_explicit(counter, value, memory_order_release); /* what belongs to it is written */
+    session_wake(l);
+}
+
+uint64_t coordinator_committed(const struct launcher *l)
+{
+    return l->session.io ? fact(&l->session.io->committed_step) : 0;
+}
+
+/* The last step of this start. */
+static uint64_t last_step(const struct launcher *l)
+{
+    const struct coordinator *c = &l->coordinator;
+    uint64_t last = c->steps;
+    if (c->stop_after && c->stop_after < last)
+        last = c->stop_after;
+    uint64_t begun = fact(&l->session.orders->begin_step);
+    return l->stop_requested && begun < last ? begun : last;
+}
+
+static int evaluation_due(const struct launcher *l, uint64_t step)
+{
+    uint64_t interval = l->config.eval_interval;
+    return interval && step && (step % interval == 0 || step == l->coordinator.steps) &&
+           step > l->coordinator.evaluated;
+}
+
+static int export_due(const struct launcher *l, uint64_t step)
+{
+    uint64_t interval = l->config.checkpoint_export_interval;
+    return step && (step == l->coordinator.steps || (interval && step % interval == 0));
+}
+
+static int export_pending(const struct launcher *l)
+{
+    return fact(&l->session.io->exported_step) < l->coordinator.exported;
+}
+
+/* -- begin -- */
+
+static int export_exists(const struct launcher *l, uint64_t step)
+{
+    char path[LAUNCHER_PATH_BYTES + 64];
+    (void)snprintf(path, sizeof path, "%s/export/step-%llu", l->run.path, (unsigned long long)step);
+    return access(path, F_OK) == 0;
+}
+
+static uint64_t run_length(const struct launcher *l)
+{
+    const struct config *c = &l->config;
+    if (!(c->training_epochs > 0.0))
+        return c->training_steps;
+    double per_step = (double)c->training_micro_batch_size * (double)c->training_gradient_accumulation_steps;
+    double steps = ceil(c->training_epochs * (double)l->session.io->samples / per_step);
+    return steps < 1.0 ? 1 : (uint64_t)steps;
+}
+
+static void tell_resume(struct launcher *l, uint64_t step)
+{
+    const struct worker_control *io = l->session.io;
+    char fields[256], hash[33];
+    step_line_hash(hash, io->state_hash[step % PLAN_SLACK_STEPS]);
+    (void)snprintf(fields, sizeof fields,
+                   ", \"step\": %llu, \"data_position\": %llu, \"t\": %llu, \"state_hash\": \"%s\"",
+                   (unsigned long long)step, (unsigned long long)io->resume_data_position,
+                   (unsigned long long)io->resume_t, hash);
+    if (step)
+        metrics_event(l->metrics, "resume", fields);
+    if (step)
+        progress_say(l->progress, "resuming after step %llu, state %s", (unsigned long long)step, hash);
+    if (step && io->lineage[0] && strcmp(io->lineage, l->session.gpu->lineage) != 0)
+        progress_warn(l->progress, "a new lineage begins: from here on bits may differ from an undisturbed run\n"
+                      "  was: %s\n  now: %s", io->lineage, l->session.gpu->lineage);
+}
+
+static void tell_mode(struct launcher *l)
+{
+    static int told;
+    uint32_t every = l->session.gpu->checkpoint_every;
+    char mode[32];
+    if (told++ || l->config.training_activation_checkpointing != CONFIG_AUTO)
+        return;
+    (void)snprintf(mode, sizeof mode, every > 1 ? "every-%u" : every ? "full" : "none", every);
+    progress_say(l->progress, "activation checkpointing: %s", mode);
+}
+
+int coordinator_begin(struct launcher *l)
+{
+    struct coordinator *c = &l->coordinator;
+    uint64_t resumed = l->session.io->resume_step, evaluated = c->evaluated;
+    char warning[256];
+    coordinator_end(l);
+    memset(c, 0, sizeof *c);
+    c->evaluated = evaluated;
+    c->first = resumed + 1;
+    c->t = l->session.io->resume_t;
+    c->steps = run_length(l);
+    c->stop_after = l->config.run_stop_after_step;
+    c->page_sums = calloc(l->layout.n_pages, sizeof *c->page_sums);
+    c->layer_sums = calloc(l->layout.n_layers, sizeof *c->layer_sums);
+    if (!c->page_sums || !c->layer_sums)
+        return error_set(ERROR_FAILED, "out of memory");
+    schedule_init(&c->schedule, &l->config, c->steps);
+    if (l->generation == 1 && schedule_warning(&c->schedule, warning, sizeof warning))
+        progress_warn(l->progress, "%s", warning);
+    metrics_close(l->metrics);
+    l->metrics = NULL;
+    if (metrics_open(&l->metrics, l->run.path, resumed) < 0)
+        return -(int)error_kind_now();
+    tell_resume(l, resumed);
+    tell_mode(l);
+    atomic_store_explicit(&l->session.orders->apply_step, resumed, memory_order_release);
+    atomic_store_explicit(&l->session.orders->commit_step, resumed, memory_order_release);
+    c->step_begin_ns = clock_now_ns();
+    if (resumed >= c->steps && !export_exists(l, resumed)) {
+        c->exported = resumed;
+        order(l, &l->session.orders->export_step, resumed);
+    }
+    if (resumed < last_step(l))
+        order(l, &l->session.orders->begin_step, c->first);
+    return 0;
+}
+
+void coordinator_end(struct launcher *l)
+{
+    free(l->coordinator.page_sums);
+    free(l->coordinator.layer_sums);
+    l->coordinator.page_sums = l->coordinator.layer_sums = NULL;
+}
+
+/* -- decide -- */
+
+static int norms_ready(const struct launcher *l, uint64_t step)
+{
+    for (uint32_t i = 0; i < l->session.plan->opt_workers; i++)
+        if (fact(&l->session.opt[i]->norm_step) < step)
+            return 0;
+    return 1;
+}
+
+/* The global gradient norm, reduced in the fixed order of ipc/norm_tree.h. */
+static double gradient_norm(struct launcher *l, uint64_t step)
+{
+    struct coordinator *c = &l->coordinator;
+    uint32_t n = l->session.plan->opt_workers;
+    for (uint64_t p = 0; p < l->layout.n_pages; p++) {
+        const struct norm_entry *entries =
+            segment_region(&l->session.segment, REGION_NORM, topology_page_owner(p, n));
+        const struct norm_entry *e = &entries[topology_page_rank(p, n)];
+        CHECK(atomic_load_explicit(&e->step, memory_order_acquire) == step);
+        c->page_sums[p] = e->sum_of_squares;
+    }
+    for (uint32_t i = 0; i < l->layout.n_layers; i++) {
+        const struct model_layer *layer = &l->layout.layers[i];
+        c->layer_sums[i] = norm_layer(c->page_sums + layer->first_page, layer->n_pages);
+    }
+    return norm_global(c->layer_sums, l->layout.n_layers);
+}
+
+static void fill_orders(struct launcher *l, struct step_orders *o, uint64_t step, double norm)
+{
+    struct coordinator *c = &l->coordinator;
+    const struct step_result *r = &l->session.gpu->results[step % PLAN_SLACK_STEPS];
+    double scale = schedule_clip_scale(norm, l->config.training_max_grad_norm);
+    memset(o, 0, sizeof *o);
+    o->step = step;
+    o->loss = r->loss_sum / (double)r->labelled;
+    o->norm = norm;
+    o->labelled = r->labelled;
+    o->skip = !isfinite(norm) || norm * scale > UPDATE_NORM_MAX;
+    o->t = c->t + !o->skip;
+    struct schedule_scalars s = schedule_adamw(&c->schedule, step, o->t ? o->t : 1);
+    o->learning_rate = s.learning_rate;
+    o->lr_decay = s.decay;
+    o->step_size = s.step_size;
+    o->inv_sqrt_bias2 = s.inv_sqrt_bias2;
+    o->beta1 = s.beta1;
+    o->one_minus_beta1 = s.one_minus_beta1;
+    o->beta2 = s.beta2;
+    o->one_minus_beta2 = s.one_minus_beta2;
+    o->eps = s.eps;
+    o->scale = (float)scale;
+}
+
+static void tell_skip(struct launcher *l, const struct step_orders *o)
+{
+    char fields[128];
+    (void)snprintf(fields, sizeof fields, ", \"step\": %llu, \"grad_norm\": \"%g\"",
+                   (unsigned long long)o->step, o->norm);
+    metrics_event(l->metrics, "skip", fields);
+    progress_warn(l->progress, "step %llu skipped: gradient norm %g cannot be used; weights and moments are unchanged",
+                  (unsigned long long)o->step, o->norm);
+}
+
+static int may_decide(const struct launcher *l, uint64_t step)
+{
+    const struct session *s = &l->session;
+    uint64_t exported = l->coordinator.exported;
+    if (fact(&s->orders->apply_step) >= step || fact(&s->gpu->backward_step) < step ||
+        fact(&s->io->committed_step) + 1 < step || !norms_ready(l, step))
+        return 0;
+    return !(export_pending(l) && (step >= exported + 2 || export_due(l, step)));
+}
+
+static int decide(struct launcher *l)
+{
+    struct launcher_control *orders = l->session.orders;
+    uint64_t step = fact(&orders->begin_step);
+    if (step == 0 || !may_decide(l, step))
+        return 0;
+    struct step_orders *o = &orders->orders[step % PLAN_SLACK_STEPS];
+    fill_orders(l, o, step, gradient_norm(l, step));
+    if (o->skip && !l->config.training_skip_nonfinite) {
+        (void)error_set(ERROR_FAILED, "step %llu: the gradient norm is %g", (unsigned long long)step, o->norm);
+        return error_hint("step %llu is committed and intact; [training] skip_nonfinite = true would skip such steps",
+                          (unsigned long long)step - 1);
+    }
+    l->coordinator.t = o->t;
+    if (o->skip)
+        tell_skip(l, o);
+    order(l, &orders->apply_step, step);
+    return 0;
+}
+
+static void begin_next(struct launcher *l)
+{
+    struct launcher_control *orders = l->session.orders;
+    uint64_t begun = fact(&orders->begin_step);
+    if (begun == 0 || fact(&orders->apply_step) < begun || begun >= last_step(l) || evaluation_due(l, begun))
+        return;
+    order(l, &orders->begin_step, begun + 1);
+}
+
+/* -- commit -- */
+
+static int ask_commit(struct launcher *l)
+{
+    struct launcher_control *orders = l->session.orders;
+    uint64_t complete = fact(&l->session.io->complete_step);
+    if (complete <= fact(&orders->commit_step))
+        return 0;
+    CHECK(complete == fact(&orders->apply_step));
+    if (step_line_write(l, complete) < 0)
+        return -(int)error_kind_now();
+    fault_point(FAULT_launcher_before_commit);
+    order(l, &orders->commit_step, complete);
+    return 0;
+}
+
+/* How long the next forward had been running when this step became durable. */
+static double overlap(const struct launcher *l, uint64_t step)
+{
+    uint64_t committed = l->session.io->committed_ns[step % PLAN_SLACK_STEPS];
+    uint64_t applied = l->session.io->apply_begin_ns[step % PLAN_SLACK_STEPS];
+    uint64_t began = l->session.gpu->results[(step + 1) % PLAN_SLACK_STEPS].begin_ns;
+    return began > applied && began < committed ? (double)(committed - began) * 1e-9 : 0.0;
+}
+
+static void after_commit(struct launcher *l)
+{
+    struct coordinator *c = &l->coordinator;
+    uint64_t committed = coordinator_committed(l);
+    char fields[128];
+    if (committed < c->first || committed <= c->announced)
+        return;
+    c->announced = committed;
+    (void)snprintf(fields, sizeof fields, ", \"step\": %llu, \"next_forward_ran_s\": %.6f",
+                   (unsigned long long)committed, overlap(l, committed));
+    metrics_event(l->metrics, "commit", fields);
+    step_line_show(l, committed);
+    if (export_due(l, committed) && c->exported < committed) {
+        c->exported = committed;
+        order(l, &l->session.orders->export_step, committed);
+    }
+}
+
+/* -- evaluation and samples, between steps -- */
+
+static void tell_evaluation(struct launcher *l, uint64_t step)
+{
+    const struct worker_control *gpu = l->session.gpu;
+    double tokens = (double)fact(&gpu->evaluate_tokens);
+    double loss = atomic_load_explicit(&gpu->evaluate_loss_sum, memory_order_acquire) / (tokens > 0 ? tokens : 1);
+    char fields[256];
+    (void)snprintf(fields, sizeof fields, ", \"step\": %llu, \"val_loss\": %.9g, \"perplexity\": %.9g, \"tokens\": %.0f",
+                   (unsigned long long)step, loss, exp(loss), tokens);
+    metrics_event(l->metrics, "eval", fields);
+    progress_say(l->progress, "step %llu: validation loss %.4f, perplexity %.2f over %.0f tokens",
+                 (unsigned long long)step, loss, exp(loss), tokens);
+}
+
+static void tell_samples(struct launcher *l, uint64_t step)
+{
+    struct generated *g = segment_region(&l->session.segment, REGION_GENERATED, 0);
+    char text[4096], quoted[8192], fields[12288];
+    for (uint64_t p = 0; p < g->prompts; p++) {
+        size_t n = 0;
+        for (uint64_t i = 0; i < generated_counts(g)[p] && n + 8 < sizeof text; i++)
+            n += tokenizer_bytes_decode(generated_tokens(g, p)[i], text + n);
+        text[n] = '\0';
+        const char *prompt = l->config.eval_sample_prompts.items[p];
+        progress_say(l->progress, "sample: %s|%s", prompt, text);
+        (void)snprintf(fields, sizeof fields, ", \"step\": %llu, \"prompt\": %llu, \"text\": %s",
+                       (unsigned long long)step, (unsigned long long)p,
+                       metrics_quote(quoted, sizeof quoted, text));
+        metrics_event(l->metrics, "sample", fields);
+    }
+}
+
+/* Evaluates the newest commit when that is due: 1 while it goes on. */
+static int evaluate(struct launcher *l)
+{
+    struct session *s = &l->session;
+    struct coordinator *c = &l->coordinator;
+    uint64_t step = coordinator_committed(l);
+    if (!evaluation_due(l, step) || fact(&s->orders->begin_step) > step ||
+        fact(&s->orders->apply_step) > step)
+        return 0;
+    uint64_t asked = fact(&s->orders->evaluate_request);
+    if (!c->evaluating) {
+        c->evaluating = 1;
+        order(l, &s->orders->evaluate_request, asked + 1);
+        return 1;
+    }
+    if (fact(&s->gpu->evaluated) < asked)
+        return 1;
+    uint64_t drawn = fact(&s->orders->generate_request);
+    if (c->evaluating == 1) {
+        tell_evaluation(l, step);
+        c->evaluating = 2;
+        if (l->config.eval_sample_prompts.count) {
+            order(l, &s->orders->generate_request, drawn + 1);
+            return 1;
+        }
+    }
+    if (fact(&s->gpu->generated) < drawn)
+        return 1;
+    if (l->config.eval_sample_prompts.count)
+        tell_samples(l, step);
+    c->evaluating = 0;
+    c->evaluated = step;
+    return 0;
+}
+
+int coordinator_turn(struct launcher *l)
+{
+    if (decide(l) < 0 || ask_commit(l) < 0)
+        return -(int)error_kind_now();
+    after_commit(l);
+    int evaluating = evaluate(l);
+    begin_next(l);
+    uint64_t committed = coordinator_committed(l);
+    int done = committed >= last_step(l) && fact(&l->session.orders->begin_step) <= committed &&
+               !evaluating && !evaluation_due(l, committed) && !export_pending(l);
+    return done;
+}

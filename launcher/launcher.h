@@ -1,0 +1,85 @@
+/*
+ * What the launcher holds while a run lives, shared by its rooms:
+ *
+ *     run_dir.c      the run directory: lock, identity, effective configuration
+ *     plan_build.c   configuration + model + machine -> the plan
+ *     child.c        one worker process: start, death, cause
+ *     session.c      one generation: segment, endpoint, children; start and end of all of it
+ *     supervisor.c   the event loop: signals, deaths, restarts (T2), limits
+ *     coordinator.c  the step protocol over the control pages
+ *     metrics.c      metrics.jsonl
+ *     progress.c     what people see
+ *     command_*.c    the commands
+ *
+ * The launcher never touches page payload.
+ */
+#ifndef LAUNCHER_LAUNCHER_H
+#define LAUNCHER_LAUNCHER_H
+
+#include "ipc/control.h"
+#include "ipc/endpoint.h"
+#include "ipc/segment.h"
+#include "launcher/child.h"
+#include "launcher/config.h"
+#include "launcher/schedule.h"
+#include "model/layout.h"
+
+#include <stdio.h>
+
+struct metrics;
+struct progress;
+
+enum { LAUNCHER_CHILDREN_MAX = OPT_WORKERS_MAX + 2, RUN_ID_BYTES = 16, LAUNCHER_PATH_BYTES = 4096 };
+
+struct run_dir {
+    char path[LAUNCHER_PATH_BYTES];
+    uint8_t id[RUN_ID_BYTES];
+    int lock_fd;
+    int created; /* by this process: removed again if the start fails on the user's account */
+};
+
+/* One generation: one life of the shared segment and of the workers on it. */
+struct session {
+    struct plan *plan; /* built in private memory, `plan_capacity` bytes; copied into the segment */
+    struct segment segment;
+    struct endpoint *endpoint;
+    char socket_dir[64];
+    struct child children[LAUNCHER_CHILDREN_MAX];
+    uint32_t n_children;
+    struct launcher_control *orders;
+    const struct worker_control *io, *gpu, *opt[OPT_WORKERS_MAX];
+};
+
+/* Where the step protocol is. Everything else is in the control pages. */
+struct coordinator {
+    uint64_t first;         /* the step after the newest commit at the start of the session */
+    uint64_t steps;         /* the run's length */
+    uint64_t stop_after;    /* 0 = off */
+    uint64_t t;             /* AdamW updates decided so far */
+    uint64_t announced;     /* newest commit that was shown */
+    uint64_t exported;      /* newest export ordered */
+    uint64_t evaluated;     /* newest step evaluated by this launcher */
+    int evaluating;         /* 0 no, 1 validation loss, 2 samples */
+    uint64_t step_begin_ns; /* when the step before was complete */
+    double step_s, mean_step_s;
+    uint64_t wait_base[LAUNCHER_CHILDREN_MAX][RING_COUNT]; /* wait_ns at the last step line */
+    struct schedule schedule;
+    double *page_sums, *layer_sums;
+};
+
+struct launcher {
+    struct config config;
+    struct model_layout layout;
+    struct run_dir run;
+    struct session session;
+    struct coordinator coordinator;
+    struct metrics *metrics;
+    struct progress *progress;
+    int signal_fd;
+    int finished;       /* the last step of the run is committed */
+    int stop_requested; /* `mtlaunch stop`: finish the step */
+    char stop_peer[MESSAGE_PEER_BYTES];
+    uint32_t generation;
+};
+
+#endif

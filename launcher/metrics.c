@@ -1,0 +1,156 @@
+#include "launcher/metrics.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "procs/error.h"
+
+enum { METRICS_LINE_BYTES_MAX = 16384 };
+
+struct metrics {
+    int fd;
+    int complained;
+    char path[4096 + 32];
+};
+
+/* The step of a step line; 0 for an event, UINT64_MAX for what is no line of ours. */
+static uint64_t line_step(const char *line)
+{
+    unsigned long long step;
+    if (line[0] != '{' || !strchr(line, '\n'))
+        return UINT64_MAX;
+    return sscanf(line, "{\"step\": %llu", &step) == 1 ? step : 0;
+}
+
+/* Copies what may stay to `out`, from the first line that may not. 1 if anything was dropped. */
+static int filter(FILE *in, FILE *out, uint64_t committed, long *keep)
+{
+    static char line[METRICS_LINE_BYTES_MAX];
+    int dropped = 0;
+    *keep = 0;
+    while (fgets(line, sizeof line, in)) {
+        uint64_t step = line_step(line);
+        int bad = step == UINT64_MAX || step > committed;
+        dropped |= bad;
+        if (!dropped)
+            *keep = ftell(in);
+        else if (!bad)
+            (void)fputs(line, out);
+    }
+    return dropped;
+}
+
+/* Lines behind the first dropped one are few: events of the steps in flight. */
+static int repair(const char *path, uint64_t committed)
+{
+    FILE *in = fopen(path, "re");
+    char *rest = NULL;
+    size_t rest_bytes = 0;
+    long keep = 0;
+    if (!in)
+        return errno == ENOENT ? 0 : error_set(ERROR_FAILED, "%s: %s", path, strerror(errno));
+    FILE *out = open_memstream(&rest, &rest_bytes);
+    int dropped = out ? filter(in, out, committed, &keep) : 0;
+    (void)fclose(in); /* read only */
+    if (!out || fclose(out) != 0) {
+        free(rest);
+        return error_set(ERROR_FAILED, "%s: out of memory", path);
+    }
+    int rc = 0;
+    if (dropped) {
+        int fd = open(path, O_WRONLY | O_CLOEXEC);
+        if (fd < 0 || ftruncate(fd, keep) < 0 ||
+            pwrite(fd, rest, rest_bytes, keep) != (ssize_t)rest_bytes || fsync(fd) < 0)
+            rc = error_set(ERROR_FAILED, "%s: cannot cut lines past step %llu: %s", path,
+                           (unsigned long long)committed, strerror(errno));
+        if (fd >= 0)
+            (void)close(fd); /* fsync has told */
+    }
+    free(rest);
+    return rc;
+}
+
+int metrics_open(struct metrics **out, const char *directory, uint64_t committed)
+{
+    struct metrics *m = calloc(1, sizeof *m);
+    *out = NULL;
+    if (!m)
+        return error_set(ERROR_FAILED, "out of memory");
+    (void)snprintf(m->path, sizeof m->path, "%s/metrics.jsonl", directory);
+    if (repair(m->path, committed) < 0) {
+        free(m);
+        return -(int)error_kind_now();
+    }
+    m->fd = open(m->path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
+    if (m->fd < 0) {
+        int rc = error_set(ERROR_FAILED, "%s: %s", m->path, strerror(errno));
+        free(m);
+        return rc;
+    }
+    *out = m;
+    return 0;
+}
+
+void metrics_close(struct metrics *m)
+{
+    if (!m)
+        return;
+    (void)close(m->fd); /* lines that matter were fsynced */
+    free(m);
+}
+
+int metrics_append(struct metrics *m, const char *json, enum metrics_durability durability)
+{
+    char line[METRICS_LINE_BYTES_MAX];
+    int n = snprintf(line, sizeof line, "%s\n", json);
+    if (n < 0 || n >= (int)sizeof line)
+        return error_set(ERROR_FAILED, "%s: a line of more than %d bytes", m->path, METRICS_LINE_BYTES_MAX);
+    ssize_t wrote = write(m->fd, line, (size_t)n);
+    if (wrote != n) {
+        (void)error_set(ERROR_FAILED, "%s: cannot append: %s", m->path,
+                        wrote < 0 ? strerror(errno) : "the disk is full");
+        return error_hint("the run's state is intact; free some space and start it again");
+    }
+    if (durability == METRICS_DURABLE && fdatasync(m->fd) < 0)
+        return error_set(ERROR_FAILED, "%s: fdatasync: %s", m->path, strerror(errno));
+    return 0;
+}
+
+void metrics_event(struct metrics *m, const char *name, const char *fields)
+{
+    char line[METRICS_LINE_BYTES_MAX / 2], when[32];
+    time_t now = time(NULL);
+    struct tm utc;
+    if (!m)
+        return;
+    (void)gmtime_r(&now, &utc);
+    (void)strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%SZ", &utc);
+    (void)snprintf(line, sizeof line, "{\"event\": \"%s\", \"time\": \"%s\"%s}", name, when, fields);
+    if (metrics_append(m, line, METRICS_LAZY) < 0 && !m->complained++)
+        (void)fprintf(stderr, "warning: %s\n", error_text());
+}
+
+const char *metrics_quote(char *out, uint64_t bytes, const char *text)
+{
+    uint64_t n = 0;
+    if (bytes < 3)
+        return "\"\"";
+    out[n++] = '"';
+    for (const unsigned char *p = (const unsigned char *)text; *p && n + 8 < bytes; p++) {
+        if (*p == '"' || *p == '\\')
+            out[n++] = '\\';
+        if (*p < 0x20 || *p == 0x7f)
+            n += (uint64_t)snprintf(out + n, bytes - n, "\\u%04x", *p);
+        else
+            out[n++] = (char)*p;
+    }
+    out[n++] = '"';
+    out[n] = '\0';
+    return out;
+}

@@ -1,0 +1,31 @@
+/*
+ * metrics.jsonl: exactly one step line per committed step, and events.
+ *
+ * A step's line is durable before the record that commits the step is asked for, so a committed step
+ * never lacks its line. After a crash the file may hold lines of steps that were not committed, or a
+ * torn last line: metrics_open() removes both, and nothing else, so that a redone step writes its line
+ * once more but stands there once.
+ */
+#ifndef LAUNCHER_METRICS_H
+#define LAUNCHER_METRICS_H
+
+#include <stdint.h>
+
+struct metrics;
+
+/* Opens `directory`/metrics.jsonl and cuts step lines past `committed`. */
+int metrics_open(struct metrics **metrics, const char *directory, uint64_t committed);
+void metrics_close(struct metrics *metrics);
+
+/* Appends one line, `json` without newline, and makes it durable when `durable`. */
+enum metrics_durability { METRICS_LAZY, METRICS_DURABLE };
+int metrics_append(struct metrics *metrics, const char *json, enum metrics_durability durability);
+
+/* {"event": name, "time": UTC, ...}: `fields` is "" or ", \"key\": value...". Errors are told on stderr
+ * once: an event that cannot be written stops no training. */
+void metrics_event(struct metrics *metrics, const char *name, const char *fields);
+
+/* Text as a JSON string, quotes included; control bytes escaped. */
+const char *metrics_quote(char *out, uint64_t bytes, const char *text);
+
+#endif

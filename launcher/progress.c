@@ -1,0 +1,151 @@
+#include "launcher/progress.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "launcher/size.h"
+#include "procs/clock.h"
+#include "procs/error.h"
+
+enum { BAR_CELLS = 24, STARTUP_INTERVAL_MS = 500 };
+
+struct progress {
+    enum config_log_progress mode;
+    uint64_t interval;
+    int on_bar; /* the cursor stands behind an unfinished bar line */
+    uint32_t activity;
+    uint64_t activity_ns, shown_ns, activity_done;
+};
+
+int progress_open(struct progress **out, enum config_log_progress mode, uint64_t interval)
+{
+    struct progress *p = calloc(1, sizeof *p);
+    *out = p;
+    if (!p)
+        return error_set(ERROR_FAILED, "out of memory");
+    p->mode = mode != CONFIG_PROGRESS_AUTO ? mode
+              : isatty(STDERR_FILENO)      ? CONFIG_PROGRESS_BAR
+                                           : CONFIG_PROGRESS_PLAIN;
+    p->interval = interval;
+    return 0;
+}
+
+static void end_bar(struct progress *p)
+{
+    if (p->on_bar)
+        (void)fputc('\n', stderr);
+    p->on_bar = 0;
+}
+
+void progress_close(struct progress *p)
+{
+    if (!p)
+        return;
+    end_bar(p);
+    free(p);
+}
+
+/* One line; on a terminal it replaces the one before. */
+static void show(struct progress *p, const char *line)
+{
+    if (p->mode == CONFIG_PROGRESS_BAR) {
+        (void)fprintf(stderr, "\r%s\033[K", line);
+        p->on_bar = 1;
+    } else if (p->mode == CONFIG_PROGRESS_PLAIN) {
+        (void)fprintf(stderr, "%s\n", line);
+    }
+    (void)fflush(stderr);
+}
+
+static void draw_bar(char *out, double part)
+{
+    for (int i = 0; i < BAR_CELLS; i++)
+        out[i] = i < (int)(part * BAR_CELLS) ? '#' : '.';
+    out[BAR_CELLS] = '\0';
+}
+
+void progress_step(struct progress *p, const struct progress_step *s)
+{
+    char line[512], bar[BAR_CELLS + 1], eta[SIZE_TEXT_BYTES_MAX], ram[SIZE_TEXT_BYTES_MAX], store[SIZE_TEXT_BYTES_MAX];
+    if (s->step % p->interval != 0 && s->step != s->steps)
+        return;
+    draw_bar(bar, (double)s->step / (double)s->steps);
+    (void)snprintf(line, sizeof line,
+                   "%s%s%sstep %llu/%llu  loss %.4f  grad norm %.3f  lr %.3g  %.0f tokens/s  ETA %s  RAM %s  store %s%s",
+                   p->mode == CONFIG_PROGRESS_BAR ? "[" : "", p->mode == CONFIG_PROGRESS_BAR ? bar : "",
+                   p->mode == CONFIG_PROGRESS_BAR ? "] " : "", (unsigned long long)s->step,
+                   (unsigned long long)s->steps, s->loss, s->norm, s->learning_rate, s->tokens_per_s,
+                   size_format_duration(eta, sizeof eta, s->eta_s), size_format(ram, sizeof ram, s->ram_bytes),
+                   size_format(store, sizeof store, s->store_bytes), s->skipped ? "  SKIPPED" : "");
+    show(p, line);
+}
+
+void progress_startup(struct progress *p, const struct worker_control *control)
+{
+    static const char *const names[ACTIVITY_COUNT] = {
+#define X(name, text) text,
+        WORKER_ACTIVITY_LIST(X)
+#undef X
+    };
+    uint32_t activity = atomic_load_explicit(&control->progress.activity, memory_order_relaxed);
+    uint64_t done = atomic_load_explicit(&control->progress.done, memory_order_relaxed);
+    uint64_t total = atomic_load_explicit(&control->progress.total, memory_order_relaxed);
+    uint64_t now = clock_now_ns();
+    char line[256], a[SIZE_TEXT_BYTES_MAX], b[SIZE_TEXT_BYTES_MAX], rate_text[SIZE_TEXT_BYTES_MAX], eta[SIZE_TEXT_BYTES_MAX];
+    if (activity >= ACTIVITY_COUNT || activity == ACTIVITY_STARTING || activity == ACTIVITY_WORKING || total == 0)
+        return;
+    if (activity != p->activity || done < p->activity_done) {
+        p->activity = activity;
+        p->activity_ns = p->shown_ns = now;
+        p->activity_done = done;
+    }
+    if (now - p->shown_ns < STARTUP_INTERVAL_MS * 1000000ull)
+        return;
+    p->shown_ns = now;
+    double rate = (double)(done - p->activity_done) / ((double)(now - p->activity_ns) * 1e-9);
+    (void)snprintf(line, sizeof line, "%s: %s of %s, %s/s, ETA %s", names[activity], size_format(a, sizeof a, done),
+                   size_format(b, sizeof b, total), size_format(rate_text, sizeof rate_text, (uint64_t)rate),
+                   size_format_duration(eta, sizeof eta, rate > 0.0 ? (double)(total - done) / rate : -1.0));
+    show(p, line);
+}
+
+/* Text may come from the model: control bytes other than newline and tab are shown, not obeyed. */
+static void put_clean(const char *text)
+{
+    for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
+        if ((*c < 0x20 && *c != '\n' && *c != '\t') || *c == 0x7f)
+            (void)fprintf(stderr, "\\x%02x", *c);
+        else
+            (void)fputc(*c, stderr);
+    }
+    (void)fputc('\n', stderr);
+    (void)fflush(stderr);
+}
+
+void progress_say(struct progress *p, const char *format, ...)
+{
+    char text[8192];
+    va_list args;
+    if (p->mode == CONFIG_PROGRESS_NONE)
+        return;
+    end_bar(p);
+    va_start(args, format);
+    (void)vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    put_clean(text);
+}
+
+void progress_warn(struct progress *p, const char *format, ...)
+{
+    char text[8192];
+    va_list args;
+    end_bar(p);
+    va_start(args, format);
+    int n = snprintf(text, sizeof text, "warning: ");
+    (void)vsnprintf(text + n, sizeof text - (size_t)n, format, args);
+    va_end(args);
+    put_clean(text);
+}

@@ -1,0 +1,208 @@
+#include "launcher/supervisor.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/signalfd.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "ipc/worker.h"
+#include "launcher/coordinator.h"
+#include "launcher/metrics.h"
+#include "launcher/progress.h"
+#include "procs/clock.h"
+#include "procs/error.h"
+
+/* What is remembered of deaths, to notice that nothing moves. */
+struct obituaries {
+    uint64_t step;  /* newest commit at the last death */
+    uint32_t deaths; /* since that commit */
+    uint32_t alike;  /* of them, in a row, with the same cause */
+    char cause[160];
+};
+
+int supervisor_open_signals(struct launcher *l)
+{
+    sigset_t set;
+    struct sigaction hup;
+    (void)sigemptyset(&set);
+    (void)sigaddset(&set, SIGINT);
+    (void)sigaddset(&set, SIGTERM);
+    if (sigaction(SIGHUP, NULL, &hup) == 0 && hup.sa_handler != SIG_IGN)
+        (void)sigaddset(&set, SIGHUP);
+    if (sigprocmask(SIG_BLOCK, &set, NULL) < 0)
+        return error_set(ERROR_FAILED, "sigprocmask: %s", strerror(errno));
+    (void)signal(SIGPIPE, SIG_IGN);
+    l->signal_fd = signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC);
+    return l->signal_fd < 0 ? error_set(ERROR_FAILED, "signalfd: %s", strerror(errno)) : 0;
+}
+
+static int check_signals(struct launcher *l)
+{
+    struct signalfd_siginfo info;
+    if (read(l->signal_fd, &info, sizeof info) != (ssize_t)sizeof info)
+        return 0;
+    return error_set(ERROR_STOPPED, "%s: the step in flight is abandoned; start again to resume",
+                     strsignal((int)info.ssi_signo));
+}
+
+/* -- deaths -- */
+
+static void worker_messages(struct launcher *l)
+{
+    const char *text = l->session.io ? l->session.io->message : "";
+    size_t n = strlen(text);
+    if (n)
+        progress_say(l->progress, "%.*s", (int)(text[n - 1] == '\n' ? n - 1 : n), text);
+}
+
+/* Last words: a failed CHECK, or the error it left with. */
+static const char *last_words(const struct worker_control *control)
+{
+    if (control->panic[0])
+        return control->panic;
+    return atomic_load_explicit(&control->error_kind, memory_order_acquire) ? control->error : "";
+}
+
+static void tell_death(struct launcher *l, const struct child *child, const char *cause, const char *words)
+{
+    char name[MESSAGE_PEER_BYTES], fields[2 * CONTROL_ERROR_BYTES], quoted[CONTROL_ERROR_BYTES + 512];
+    worker_name(name, child->role, child->index);
+    progress_warn(l->progress, "%s (pid %d) %s after commit of step %llu%s%s", name, (int)child->pid, cause,
+                  (unsigned long long)coordinator_committed(l), *words ? ": " : "", words);
+    (void)snprintf(fields, sizeof fields, ", \"worker\": \"%s\", \"pid\": %d, \"cause\": \"%s\", \"committed\": %llu, \"words\": %s",
+                   name, (int)child->pid, cause, (unsigned long long)coordinator_committed(l),
+                   metrics_quote(quoted, sizeof quoted, words));
+    metrics_event(l->metrics, "worker_exit", fields);
+}
+
+static int give_up(struct launcher *l, const struct obituaries *o, const char *words)
+{
+    (void)error_set(ERROR_FAILED, "no progress: %u deaths after the commit of step %llu, the last one: %s%s%s",
+                    o->deaths, (unsigned long long)o->step, o->cause, *words ? ": " : "", words);
+    return error_hint("the run's state is intact in %s; logs say more; start it again to resume", l->run.path);
+}
+
+/* 0: restart; negative: the run ends with this error. */
+static int judge(struct launcher *l, struct obituaries *o, const struct child *child)
+{
+    const struct worker_control *control = session_control(l, child);
+    uint32_t kind = atomic_load_explicit(&control->error_kind, memory_order_acquire);
+    char cause[96], alike[160];
+    const char *words = last_words(control);
+    (void)child_cause(child, cause, sizeof cause);
+    int retry = l->session.plan->mode == PLAN_TRAIN && kind == ERROR_FAILED;
+    if (WIFEXITED(child->status) && kind != ERROR_NONE && !retry)
+        return error_set((enum error_kind)kind, "%s", words);
+    tell_death(l, child, cause, words);
+    if (l->session.plan->mode != PLAN_TRAIN)
+        return error_set(ERROR_FAILED, "%s %s%s%s", topology_role_name(child->role), cause,
+                         *words ? ": " : "", words);
+    (void)snprintf(alike, sizeof alike, "%s.%u %s", topology_role_name(child->role), child->index, cause);
+    uint64_t step = coordinator_committed(l);
+    if (step != o->step)
+        o->deaths = o->alike = 0;
+    o->alike = strcmp(alike, o->cause) == 0 ? o->alike + 1 : 1;
+    o->step = step;
+    o->deaths++;
+    (void)snprintf(o->cause, sizeof o->cause, "%s", alike);
+    return o->alike >= SUPERVISOR_ALIKE_MAX || o->deaths >= SUPERVISOR_DEATHS_MAX ? give_up(l, o, words) : 0;
+}
+
+/* -- the watchdog -- */
+
+static void watch(struct launcher *l)
+{
+    uint64_t now = clock_now_ns();
+    for (uint32_t i = 0; i < l->session.n_children && l->config.run_watchdog; i++) {
+        struct child *child = &l->session.children[i];
+        uint64_t beat = atomic_load_explicit(&session_control(l, child)->heartbeat, memory_order_relaxed);
+        double silence = (double)(now - child->alive_ns) * 1e-9;
+        if (beat != child->heartbeat) {
+            child->heartbeat = beat;
+            child->alive_ns = now;
+        } else if (silence > SUPERVISOR_SILENCE_S + 5) {
+            child_signal(child, SIGKILL);
+        } else if (silence > SUPERVISOR_SILENCE_S) {
+            child_signal(child, SIGABRT);
+        }
+    }
+}
+
+/* -- one session -- */
+
+enum verdict { GO_ON, DONE, RESTART };
+
+/* Looks at every worker. GO_ON, RESTART after a death, DONE when io left in order and that was the job. */
+static int check_children(struct launcher *l, const struct supervisor_job *job, struct obituaries *o)
+{
+    for (uint32_t i = 0; i < l->session.n_children; i++) {
+        struct child *child = &l->session.children[i];
+        if (!child_poll(child))
+            continue;
+        if (!job->turn && WIFEXITED(child->status) && WEXITSTATUS(child->status) == 0)
+            return DONE;
+        return judge(l, o, child) < 0 ? -(int)error_kind_now() : RESTART;
+    }
+    return GO_ON;
+}
+
+static int start_more(struct launcher *l, int *started)
+{
+    if (*started || !atomic_load_explicit(&session_control(l, &l->session.children[0])->ready, memory_order_acquire))
+        return 0;
+    *started = 1;
+    return session_start_rest(l);
+}
+
+/* Until READY, then the job's turns. A verdict, or negative. */
+static int live(struct launcher *l, const struct supervisor_job *job, struct obituaries *o)
+{
+    int started = 0, begun = 0, rc;
+    for (;;) {
+        if ((rc = session_wait(l, WORKER_POLL_MS)) < 0 || (rc = check_signals(l)) < 0 ||
+            (rc = check_children(l, job, o)) != GO_ON)
+            return rc;
+        watch(l);
+        if (!begun) {
+            progress_startup(l->progress, l->session.io);
+            if ((rc = start_more(l, &started)) < 0)
+                return rc;
+            if (!job->turn || !session_ready(l))
+                continue;
+            begun = 1;
+            if (l->generation == 1)
+                worker_messages(l);
+            if (job->begin && (rc = job->begin(l)) < 0)
+                return rc;
+        }
+        if ((rc = job->turn(l)) != 0)
+            return rc < 0 ? rc : DONE;
+    }
+}
+
+static int grace(int rc)
+{
+    return rc == RESTART ? 0 : SUPERVISOR_GRACE_MS;
+}
+
+int supervisor_run(struct launcher *l, const struct supervisor_job *job)
+{
+    struct obituaries obituaries = {.step = UINT64_MAX};
+    int rc;
+    do {
+        rc = session_open(l, &job->request);
+        if (rc == 0)
+            rc = live(l, job, &obituaries);
+        if (rc == DONE && job->done)
+            job->done(l);
+        if (rc == RESTART) {
+            metrics_event(l->metrics, "restart", ", \"tier\": \"T2\"");
+            progress_say(l->progress, "restarting all workers from the newest commit");
+        }
+        session_close(l, grace(rc));
+    } while (rc == RESTART);
+    return rc < 0 ? rc : 0;
+}

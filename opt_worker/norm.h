@@ -1,0 +1,26 @@
+/*
+ * The gradient norm's leaves: sums of squares of a page, in the fixed order that makes the norm the
+ * same bits for every page size, worker count and instruction set (DESIGN 8; ipc/norm_tree.h has
+ * the part of the order that the launcher shares).
+ *
+ * Inside a block of 4096 elements, 32 lanes: lane l adds the squares of elements l, l + 32, ... in
+ * f64, in that order (the square of an f32 is exact in f64); then lane l takes l + 16, then l + 8,
+ * 4, 2, 1. Denormal gradients count as zero.
+ */
+#ifndef OPT_WORKER_NORM_H
+#define OPT_WORKER_NORM_H
+
+#include "ipc/norm_tree.h"
+
+#include <stdint.h>
+
+enum { NORM_BLOCK_ELEMENTS = 4096, NORM_LANES = 32 };
+
+/*
+ * Sum of squares of one page's gradient, `g` (elements) f32: the value of the page's aligned
+ * subtree of page_elements / 4096 leaves, absent ones zero. `elements` is a multiple of 4096 and at
+ * most page_elements, which is 4096 x 2^k (CHECK). NaN or Inf anywhere in `g` gives NaN or Inf.
+ */
+double norm_page(const float *g, uint64_t elements, uint64_t page_elements);
+
+#endif

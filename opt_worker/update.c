@@ -1,0 +1,296 @@
+#include "opt_worker/update.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "ipc/page_image.h"
+#include "opt_worker/adamw.h"
+#include "opt_worker/isa.h"
+#include "opt_worker/norm.h"
+#include "procs/check.h"
+#include "procs/error.h"
+#include "procs/fault.h"
+
+enum { NO_FRAME = UINT32_MAX };
+
+struct update {
+    struct worker *w;
+    struct ring gradient, gradient_return, state, state_return, writeback;
+    uint64_t own_pages;
+    uint32_t *gradient_frames; /* (own_pages), by rank: the frame that waits for the norm */
+    uint8_t *decay_blocks;     /* (page_elements / 4096) of the page at hand */
+    const char **no_decay;     /* patterns */
+    struct norm_entry *norms;  /* (own_pages), by rank */
+    uint64_t step;             /* being worked on */
+};
+
+static uint64_t page_of_rank(const struct update *u, uint64_t rank)
+{
+    return rank * u->w->plan->opt_workers + u->w->segment.index;
+}
+
+static int update_open(struct update *u, struct worker *w)
+{
+    const struct plan *plan = w->plan;
+    const struct segment *s = &w->segment;
+    memset(u, 0, sizeof *u);
+    u->w = w;
+    segment_ring(s, RING_GRADIENT, s->index, &u->gradient);
+    segment_ring(s, RING_GRADIENT_RETURN, s->index, &u->gradient_return);
+    segment_ring(s, RING_STATE, s->index, &u->state);
+    segment_ring(s, RING_STATE_RETURN, s->index, &u->state_return);
+    segment_ring(s, RING_WRITEBACK, s->index, &u->writeback);
+    u->norms = segment_region(s, REGION_NORM, s->index);
+    while (page_of_rank(u, u->own_pages) < w->layout.n_pages)
+        u->own_pages++;
+    u->gradient_frames = calloc(u->own_pages + 1, sizeof *u->gradient_frames);
+    u->decay_blocks = calloc(plan->page_elements / MODEL_BLOCK_ELEMENTS, 1);
+    u->no_decay = calloc(plan->no_decay.count + 1, sizeof *u->no_decay);
+    if (!u->gradient_frames || !u->decay_blocks || !u->no_decay)
+        return error_set(ERROR_FAILED, "out of memory for %llu pages", (unsigned long long)u->own_pages);
+    for (uint64_t i = 0; i < plan->no_decay.count; i++)
+        u->no_decay[i] = plan_texts_get(plan, plan->no_decay, i);
+    return 0;
+}
+
+static void update_close(struct update *u)
+{
+    free(u->gradient_frames);
+    free(u->decay_blocks);
+    free(u->no_decay);
+}
+
+/* Lends a frame back; a RETURN ring is as deep as what can be lent, so it is never full. */
+static void give_back(struct ring *ring, uint32_t frame, uint64_t page)
+{
+    struct ring_descriptor d = {.frame = frame, .page = page};
+    CHECK(ring_publish(ring, &d) == 0);
+}
+
+static int wait_begin(struct update *u)
+{
+    while (atomic_load_explicit(&u->w->orders->begin_step, memory_order_acquire) < u->step) {
+        int rc = worker_pause(u->w, WORKER_WAIT_OTHER);
+        if (rc < 0)
+            return rc;
+    }
+    return 0;
+}
+
+static int take_descriptor(struct update *u, struct ring *ring, enum ring_id id, struct ring_descriptor *d)
+{
+    int n, rc;
+    while ((n = ring_consume(ring, d)) == 0)
+        if ((rc = worker_pause(u->w, (int)id)) < 0)
+            return rc;
+    if (n < 0)
+        return error_wrap("ring %s", topology_rings[id].name);
+    if (d->step != u->step || d->page >= u->w->layout.n_pages ||
+        topology_page_owner(d->page, u->w->plan->opt_workers) != u->w->segment.index)
+        return error_set(ERROR_FAILED, "ring %s: page %llu of step %llu where step %llu was expected",
+                         topology_rings[id].name, (unsigned long long)d->page,
+                         (unsigned long long)d->step, (unsigned long long)u->step);
+    return 0;
+}
+
+static int collect(struct update *u)
+{
+    for (uint64_t r = 0; r < u->own_pages; r++)
+        u->gradient_frames[r] = NO_FRAME;
+    for (uint64_t n = 0; n < u->own_pages; n++) {
+        struct ring_descriptor d;
+        int rc = take_descriptor(u, &u->gradient, RING_GRADIENT, &d);
+        if (rc < 0)
+            return rc;
+        uint64_t rank = topology_page_rank(d.page, u->w->plan->opt_workers);
+        if (u->gradient_frames[rank] != NO_FRAME)
+            return error_set(ERROR_FAILED, "gradient of page %llu came twice in step %llu",
+                             (unsigned long long)d.page, (unsigned long long)u->step);
+        u->gradient_frames[rank] = d.frame;
+        const float *g = segment_frame(&u->w->segment, REGION_GRADIENT_POOL, 0, d.frame);
+        u->norms[rank].sum_of_squares =
+            norm_page(g, u->w->layout.pages[d.page].elements, u->w->plan->page_elements);
+        atomic_store_explicit(&u->norms[rank].step, u->step, memory_order_release);
+    }
+    atomic_store_explicit(&u->w->self->norm_step, u->step, memory_order_release);
+    worker_fact(u->w);
+    fault_point(FAULT_opt_after_norm);
+    return 0;
+}
+
+static int wait_decision(struct update *u, struct step_orders *orders)
+{
+    while (atomic_load_explicit(&u->w->orders->apply_step, memory_order_acquire) < u->step) {
+        int rc = worker_pause(u->w, WORKER_WAIT_OTHER);
+        if (rc < 0)
+            return rc;
+    }
+    *orders = u->w->orders->orders[u->step % PLAN_SLACK_STEPS];
+    CHECK(orders->step == u->step);
+    return 0;
+}
+
+/* The arrays of one page's update: where they lie in the images. */
+struct page_arrays {
+    const struct page_image_layout *layout;
+    char *in, *out;
+    const float *gradient;
+    int has_moments; /* 0: codec ZERO, they are all zero */
+};
+
+static void apply_f32(const struct update *u, const struct adamw_scalars *scalars, const struct page_arrays *a)
+{
+    const struct page_image_layout *l = a->layout;
+    struct adamw_page_f32 page = {
+        .elements = l->elements,
+        .decay_blocks = u->decay_blocks,
+        .gradient = a->gradient,
+        .w_in = page_image_part(a->in, l, PART_WEIGHTS),
+        .m_in = a->has_moments ? page_image_part(a->in, l, PART_M) : NULL,
+        .v_in = a->has_moments ? page_image_part(a->in, l, PART_V) : NULL,
+        .w_out = page_image_part(a->out, l, PART_WEIGHTS),
+        .m_out = page_image_part(a->out, l, PART_M),
+        .v_out = page_image_part(a->out, l, PART_V),
+    };
+    adamw_update_f32(scalars, &page);
+}
+
+static void apply_split(const struct update *u, const struct adamw_scalars *scalars,
+                        const struct page_arrays *a)
+{
+    const struct page_image_layout *l = a->layout;
+    struct adamw_page_split page = {
+        .elements = l->elements,
+        .decay_blocks = u->decay_blocks,
+        .gradient = a->gradient,
+        .w_hi_in = page_image_part(a->in, l, PART_WEIGHTS),
+        .w_lo_in = page_image_part(a->in, l, PART_RESIDUAL),
+        .m_in = a->has_moments ? page_image_part(a->in, l, PART_M) : NULL,
+        .v_in = a->has_moments ? page_image_part(a->in, l, PART_V) : NULL,
+        .w_hi_out = page_image_part(a->out, l, PART_WEIGHTS),
+        .w_lo_out = page_image_part(a->out, l, PART_RESIDUAL),
+        .m_out = page_image_part(a->out, l, PART_M),
+        .v_out = page_image_part(a->out, l, PART_V),
+    };
+    adamw_update_split(scalars, &page);
+}
+
+static struct adamw_scalars scalars_of(const struct step_orders *o)
+{
+    return (struct adamw_scalars){
+        .lr_decay = o->lr_decay,
+        .step_size = o->step_size,
+        .inv_sqrt_bias2 = o->inv_sqrt_bias2,
+        .beta1 = o->beta1,
+        .one_minus_beta1 = o->one_minus_beta1,
+        .beta2 = o->beta2,
+        .one_minus_beta2 = o->one_minus_beta2,
+        .eps = o->eps,
+        .scale = o->scale,
+    };
+}
+
+static void identify(const struct update *u, uint64_t page, uint64_t version, struct page_identity *id)
+{
+    memcpy(id->run, u->w->plan->run_uuid, sizeof id->run);
+    id->page = page;
+    id->version = version;
+    id->layer = u->w->layout.pages[page].layer;
+}
+
+static int apply_page(struct update *u, const struct step_orders *orders, const struct ring_descriptor *d)
+{
+    const struct segment *s = &u->w->segment;
+    const struct model_page *page = &u->w->layout.pages[d->page];
+    struct page_image_layout layout;
+    struct page_identity identity;
+    page_image_layout(&layout, u->w->plan->bf16 ? DTYPE_BFLOAT16 : DTYPE_FLOAT32, page->elements);
+    struct page_arrays a = {.layout = &layout,
+                            .in = segment_frame(s, REGION_STATE_POOL, s->index, d->frame),
+                            .out = segment_frame(s, REGION_OUT_POOL, s->index, d->out_frame)};
+    identify(u, d->page, d->version, &identity);
+    if (page_image_verify(a.in, &layout, &identity) < 0)
+        return error_wrap("page %llu read from the store", (unsigned long long)d->page);
+    a.has_moments = ((const struct page_image_header *)(const void *)a.in)->codec != PAGE_ZERO;
+    uint64_t rank = topology_page_rank(d->page, u->w->plan->opt_workers);
+    a.gradient = segment_frame(s, REGION_GRADIENT_POOL, 0, u->gradient_frames[rank]);
+    model_page_decay_bits(&u->w->layout, page, u->no_decay, (uint32_t)u->w->plan->no_decay.count,
+                          u->decay_blocks);
+    struct adamw_scalars scalars = scalars_of(orders);
+    if (u->w->plan->bf16)
+        apply_split(u, &scalars, &a);
+    else
+        apply_f32(u, &scalars, &a);
+    identity.version = u->step;
+    page_image_seal(a.out, &layout, &identity, PAGE_RAW);
+    return 0;
+}
+
+static int apply(struct update *u, const struct step_orders *orders)
+{
+    for (uint64_t rank = 0; rank < u->own_pages; rank++) {
+        struct ring_descriptor d;
+        int rc = take_descriptor(u, &u->state, RING_STATE, &d);
+        if (rc < 0)
+            return rc;
+        if (d.page != page_of_rank(u, rank))
+            return error_set(ERROR_FAILED, "state of page %llu came where page %llu was expected",
+                             (unsigned long long)d.page, (unsigned long long)page_of_rank(u, rank));
+        if ((rc = apply_page(u, orders, &d)) < 0)
+            return rc;
+        give_back(&u->gradient_return, u->gradient_frames[rank], d.page);
+        give_back(&u->state_return, d.frame, d.page);
+        struct ring_descriptor out = {
+            .frame = d.out_frame, .page = d.page, .version = u->step, .step = u->step};
+        CHECK(ring_publish(&u->writeback, &out) == 0); /* as deep as its pool */
+        atomic_fetch_add_explicit(&u->w->self->pages_updated, 1, memory_order_relaxed);
+        worker_bell(u->w, ROLE_IO, 0);
+        fault_point(FAULT_opt_mid_apply);
+    }
+    worker_bell(u->w, ROLE_GPU, 0); /* gradient frames came back */
+    return 0;
+}
+
+static void skip(struct update *u)
+{
+    for (uint64_t rank = 0; rank < u->own_pages; rank++)
+        give_back(&u->gradient_return, u->gradient_frames[rank], page_of_rank(u, rank));
+    worker_bell(u->w, ROLE_GPU, 0);
+}
+
+static int update_step(struct update *u)
+{
+    struct step_orders orders;
+    int rc;
+    if ((rc = wait_begin(u)) < 0 || (rc = collect(u)) < 0 || (rc = wait_decision(u, &orders)) < 0)
+        return rc;
+    if (orders.skip)
+        skip(u);
+    else if ((rc = apply(u, &orders)) < 0)
+        return rc;
+    atomic_store_explicit(&u->w->self->applied_step, u->step, memory_order_release);
+    return 0;
+}
+
+int update_run(struct worker *w)
+{
+    struct update u;
+    int rc = fault_arm_from_environment();
+    if (rc == 0)
+        rc = isa_check();
+    if (rc == 0)
+        rc = update_open(&u, w);
+    else
+        return rc;
+    if (rc == 0) {
+        worker_ready(w);
+        /* the first step to do is the one after the newest commit, which the first order names */
+        while (rc == 0 && (u.step = atomic_load_explicit(&w->orders->begin_step, memory_order_acquire)) == 0)
+            rc = worker_pause(w, WORKER_WAIT_OTHER);
+        for (; rc == 0; u.step++)
+            if ((rc = update_step(&u)) < 0)
+                break;
+    }
+    update_close(&u);
+    return rc;
+}

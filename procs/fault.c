@@ -1,0 +1,158 @@
+#include "procs/fault.h"
+
+#include "procs/check.h"
+#include "procs/error.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define X(name, sentence) #name,
+static const char *const fault_names[] = {FAULT_POINTS(X)};
+static const char *const action_names[] = {FAULT_ACTIONS(X)};
+#undef X
+#define X(name, sentence) " " #name
+static const char fault_list[] = FAULT_POINTS(X);
+static const char action_list[] = FAULT_ACTIONS(X);
+#undef X
+_Static_assert(sizeof fault_names / sizeof fault_names[0] == FAULT_COUNT, "each has a name");
+_Static_assert(sizeof action_names / sizeof action_names[0] == FAULT_ACTION_COUNT, "likewise");
+
+static const char variable[] = "MTLAUNCH_FAULT";
+
+enum fault fault_armed = FAULT_COUNT;
+static struct fault_spec armed;
+static _Atomic uint64_t arrivals; /* a fault point may lie in any thread */
+
+const char *fault_name(enum fault fault)
+{
+    CHECK(fault < FAULT_COUNT);
+    return fault_names[fault];
+}
+
+const char *fault_action_name(enum fault_action action)
+{
+    CHECK(action < FAULT_ACTION_COUNT);
+    return action_names[action];
+}
+
+/* Index of the name that is exactly `text` (bytes), or count. */
+static unsigned name_find(const char *const *names, unsigned count, const char *text, size_t bytes)
+{
+    for (unsigned i = 0; i < count; i++)
+        if (strlen(names[i]) == bytes && memcmp(names[i], text, bytes) == 0)
+            return i;
+    return count;
+}
+
+/* "" is the first arrival, ":3" the third. 0 or -1. */
+static int nth_parse(const char *text, uint64_t *nth)
+{
+    *nth = 1;
+    if (*text == '\0')
+        return 0;
+    size_t digits = strspn(text + 1, "0123456789");
+    if (digits == 0 || text[1 + digits] != '\0')
+        return -1;
+    errno = 0;
+    *nth = strtoull(text + 1, NULL, 10);
+    return errno != 0 || *nth == 0 ? -1 : 0;
+}
+
+int fault_parse(const char *text, struct fault_spec *spec)
+{
+    size_t name_bytes = strcspn(text, ":");
+    if (text[name_bytes] == '\0')
+        return error_set(ERROR_USER, "%s: expected name:action[:nth], found \"%s\"", variable,
+                         text);
+    spec->fault = (enum fault)name_find(fault_names, FAULT_COUNT, text, name_bytes);
+    if (spec->fault == FAULT_COUNT) {
+        error_set(ERROR_USER, "%s: unknown fault point \"%.*s\"", variable, (int)name_bytes, text);
+        return error_hint("fault points:%s", fault_list);
+    }
+    const char *action = text + name_bytes + 1;
+    size_t action_bytes = strcspn(action, ":");
+    spec->action =
+        (enum fault_action)name_find(action_names, FAULT_ACTION_COUNT, action, action_bytes);
+    if (spec->action == FAULT_ACTION_COUNT) {
+        error_set(ERROR_USER, "%s: unknown action \"%.*s\"", variable, (int)action_bytes, action);
+        return error_hint("actions:%s", action_list);
+    }
+    if (nth_parse(action + action_bytes, &spec->nth) < 0)
+        return error_set(ERROR_USER, "%s: arrival: expected :1 or more, found \"%s\"", variable,
+                         action + action_bytes);
+    return 0;
+}
+
+void fault_arm(const struct fault_spec *spec)
+{
+    CHECK(spec->fault < FAULT_COUNT && spec->action < FAULT_ACTION_COUNT && spec->nth > 0);
+    armed = *spec;
+    atomic_store_explicit(&arrivals, 0, memory_order_relaxed);
+    fault_armed = spec->fault;
+}
+
+void fault_disarm(void)
+{
+    fault_armed = FAULT_COUNT;
+}
+
+int fault_arm_from_environment(void)
+{
+    const char *text = getenv(variable);
+    if (!text || !*text)
+        return 0;
+    struct fault_spec spec;
+    int rc = fault_parse(text, &spec);
+    if (rc == 0)
+        fault_arm(&spec);
+    return rc;
+}
+
+/* A handler or a mask of this process must not turn the fault into something else. */
+static void die_of(int number)
+{
+    sigset_t set;
+    (void)signal(number, SIG_DFL);
+    (void)sigemptyset(&set);
+    (void)sigaddset(&set, number);
+    (void)pthread_sigmask(SIG_UNBLOCK, &set, NULL);
+    (void)raise(number);
+}
+
+static void act(enum fault_action action)
+{
+    switch (action) {
+    case FAULT_ACTION_kill:
+        (void)kill(getpid(), SIGKILL);
+        break;
+    case FAULT_ACTION_stop:
+        (void)kill(getpid(), SIGSTOP);
+        return; /* SIGCONT goes on from here */
+    case FAULT_ACTION_segv:
+        die_of(SIGSEGV);
+        break;
+    case FAULT_ACTION_abort:
+        abort();
+    case FAULT_ACTION_exit0:
+        _exit(0);
+    case FAULT_ACTION_hang:
+    case FAULT_ACTION_COUNT:
+        break;
+    }
+    for (;;)
+        (void)pause(); /* a signal may arrive; nothing may go on */
+}
+
+void fault_arrived(void)
+{
+    if (atomic_fetch_add_explicit(&arrivals, 1, memory_order_relaxed) + 1 != armed.nth)
+        return;
+    (void)dprintf(STDERR_FILENO, "fault point %s: %s at arrival %llu\n", fault_name(armed.fault),
+                  fault_action_name(armed.action), (unsigned long long)armed.nth);
+    act(armed.action);
+}

@@ -1,0 +1,231 @@
+/*
+ * Whole models against the committed references (tests/goldens/): PyTorch and transformers in
+ * float64, tied and untied, packed and unpacked.
+ */
+#include "tests/numeric/test_layers_fixture.h"
+
+static const char *const f32_cases[] = {"llama_tied_packed", "llama_tied_unpacked",
+                                        "llama_untied_packed", "llama_untied_unpacked"};
+enum { F32_CASES = 4, BF16_CASES = 16 };
+
+static const double loss_tolerance = 5e-6;     /* relative */
+static const double logit_tolerance = 1e-5;    /* absolute */
+static const double gradient_tolerance = 1e-5; /* of max(own norm, 1e-3 of the norm of all) */
+static const double bf16_allowance = 1.1;      /* of the emulation's rms error */
+
+static void check_gradients(struct fixture *f, const char *name)
+{
+    double all = 0;
+    float **expected = fixture_memory(f->layout.n_tensors * sizeof *expected);
+    for (uint32_t t = 0; t < f->layout.n_tensors; t++) {
+        const struct model_tensor *tensor = &f->layout.tensors[t];
+        char key[256];
+        snprintf(key, sizeof key, "grad.%s", tensor->name);
+        expected[t] = fixture_floats(f, key, tensor->elements);
+        double norm = fixture_norm(expected[t], NULL, tensor->elements);
+        all += norm * norm;
+    }
+    all = sqrt(all);
+    double worst = 0;
+    for (uint32_t t = 0; t < f->layout.n_tensors; t++) {
+        const struct model_tensor *tensor = &f->layout.tensors[t];
+        double norm = fixture_norm(expected[t], NULL, tensor->elements);
+        double error = fixture_norm(fixture_gradient(f, tensor), expected[t], tensor->elements) /
+                       fmax(norm, 1e-3 * all);
+        worst = fmax(worst, error);
+        if (!(error <= gradient_tolerance))
+            fail_msg("%s: gradient of %s is off by %.3g", name, tensor->name, error);
+        free(expected[t]);
+    }
+    free(expected);
+    print_message("%s: worst gradient error %.2g\n", name, worst);
+}
+
+static void loss_and_gradients_match_the_float64_reference(void **state)
+{
+    (void)state;
+    for (int i = 0; i < F32_CASES; i++) {
+        struct fixture f;
+        fixture_open(&f, f32_cases[i], (struct fixture_options){DEVICE_F32, 2, FIXTURE_SAVED, 1});
+        fixture_run(&f);
+        double expected = fixture_number(&f, "loss");
+        double error = fabs(f.loss - expected) / expected;
+        print_message("%s: loss %.9f, off by %.2g\n", f32_cases[i], f.loss, error);
+        assert_true(error <= loss_tolerance);
+        check_gradients(&f, f32_cases[i]);
+        fixture_close(&f);
+    }
+}
+
+/* Plain forward to the last hidden state; x (N,C) is the caller's to free. */
+static compute_t *run_forward(struct fixture *f)
+{
+    struct layers_batch batch = fixture_batch(f, 0);
+    compute_t *x = f->device->ops->alloc(f->device, layers_activation_bytes(f->layers));
+    layers_embedding_forward(f->layers, f->weights[0], &batch, x);
+    for (uint32_t l = 1; l <= f->layout.config.n_layers; l++)
+        layers_block_forward(f->layers, l, f->weights[l], &batch, x, x, LAYERS_NO_SLOT);
+    return x;
+}
+
+static double largest_difference(const float *a, const float *b, uint64_t n)
+{
+    double most = 0;
+    for (uint64_t i = 0; i < n; i++)
+        most = fmax(most, fabs((double)a[i] - (double)b[i]));
+    return most;
+}
+
+static void logits_match_the_float64_reference(void **state)
+{
+    (void)state;
+    for (int i = 0; i < F32_CASES; i++) {
+        struct fixture f;
+        fixture_open(&f, f32_cases[i],
+                     (struct fixture_options){DEVICE_F32, 2, FIXTURE_RECOMPUTED, 1});
+        uint64_t rows = f.step.rows * f.step.seq_len;
+        uint64_t count = rows * f.layout.config.vocab_size;
+        compute_t *x = run_forward(&f);
+        struct layers_head head = fixture_head(&f);
+        float *logits = f.device->ops->alloc(f.device, count * sizeof *logits);
+        layers_head_logits(f.layers, &head, x, rows, logits);
+        float *expected = fixture_floats(&f, "logits", count);
+        double error = largest_difference(logits, expected, count);
+        print_message("%s: largest logit error %.2g\n", f32_cases[i], error);
+        assert_true(error <= logit_tolerance);
+
+        double loss, labelled = 0;
+        struct layers_batch batch = fixture_batch(&f, 0);
+        for (uint64_t r = 0; r < rows; r++)
+            labelled += f.step.labels[r] >= 0;
+        layers_head_loss(f.layers, &head, &batch, x, &loss);
+        double expected_loss = fixture_number(&f, "loss");
+        assert_true(fabs(loss / labelled - expected_loss) <= loss_tolerance * expected_loss);
+        free(expected);
+        f.device->ops->free(f.device, logits);
+        f.device->ops->free(f.device, x);
+        fixture_close(&f);
+    }
+}
+
+/* Token by token through the cache, the first half of the row at once as a prompt: the logits of
+ * the last token are those of the whole row. Only for rows that are one document. */
+static void decoding_with_a_cache_gives_the_logits_of_the_whole_row(void **state)
+{
+    (void)state;
+    struct fixture f;
+    fixture_open(&f, "llama_untied_unpacked",
+                 (struct fixture_options){DEVICE_F32, 2, FIXTURE_RECOMPUTED, 1});
+    uint64_t seq = f.step.seq_len, batch = f.step.rows, vocab = f.layout.config.vocab_size;
+    uint64_t blocks = f.layout.config.n_layers, prompt = seq / 2;
+    uint64_t bytes = layers_cache_bytes(f.layers, batch, seq);
+    compute_t *cache_k[8], *cache_v[8];
+    for (uint64_t l = 0; l < blocks; l++) {
+        cache_k[l] = f.device->ops->alloc(f.device, bytes);
+        cache_v[l] = f.device->ops->alloc(f.device, bytes);
+    }
+    int32_t *tokens = fixture_memory(batch * seq * sizeof *tokens);
+    int32_t *sequence = fixture_memory(batch * seq * sizeof *sequence);
+    int32_t *position = fixture_memory(batch * seq * sizeof *position);
+    compute_t *x = f.device->ops->alloc(f.device, layers_activation_bytes(f.layers));
+    float *logits = f.device->ops->alloc(f.device, batch * seq * vocab * sizeof *logits);
+    float *expected = fixture_floats(&f, "logits", batch * seq * vocab);
+    struct layers_head head = fixture_head(&f);
+    for (uint64_t start = 0; start < seq;) {
+        uint64_t count = start == 0 ? prompt : 1, rows = 0;
+        for (uint64_t b = 0; b < batch; b++)
+            for (uint64_t t = start; t < start + count; t++, rows++) {
+                tokens[rows] = f.step.tokens[b * seq + t];
+                sequence[rows] = (int32_t)b;
+                position[rows] = (int32_t)t;
+            }
+        struct layers_decode decode = {rows, tokens, sequence, position, seq};
+        layers_embedding_decode(f.layers, f.weights[0], &decode, x);
+        for (uint64_t l = 0; l < blocks; l++)
+            layers_block_decode(f.layers, l + 1, f.weights[l + 1], &decode, x, cache_k[l],
+                                cache_v[l]);
+        layers_head_logits(f.layers, &head, x, rows, logits);
+        for (uint64_t r = 0; r < rows; r++) {
+            uint64_t at = (uint64_t)sequence[r] * seq + (uint64_t)position[r];
+            assert_true(largest_difference(logits + r * vocab, expected + at * vocab, vocab) <=
+                        logit_tolerance);
+        }
+        start += count;
+    }
+    for (uint64_t l = 0; l < blocks; l++) {
+        f.device->ops->free(f.device, cache_k[l]);
+        f.device->ops->free(f.device, cache_v[l]);
+    }
+    f.device->ops->free(f.device, x);
+    f.device->ops->free(f.device, logits);
+    free(expected);
+    free(tokens);
+    free(sequence);
+    free(position);
+    fixture_close(&f);
+}
+
+enum { TENSORS_MAX = 64 };
+
+/* Sums over the models of squared rms errors, ours and the emulation's. */
+struct bf16_errors {
+    char name[TENSORS_MAX][MODEL_TENSOR_NAME_BYTES];
+    double ours[TENSORS_MAX], emulated[TENSORS_MAX];
+    double loss_ours, loss_emulated;
+    uint32_t n;
+};
+
+static void add_bf16_case(struct bf16_errors *errors, int index)
+{
+    struct fixture f;
+    char name[32], key[256];
+    snprintf(name, sizeof name, "bf16_%02d", index);
+    fixture_open(&f, name, (struct fixture_options){DEVICE_BF16, 2, FIXTURE_SAVED, 1});
+    fixture_run(&f);
+    double loss = fixture_number(&f, "loss");
+    errors->loss_ours += pow(f.loss - loss, 2);
+    errors->loss_emulated += pow(fixture_number(&f, "loss_emulated") - loss, 2);
+    assert_true(f.layout.n_tensors <= TENSORS_MAX);
+    errors->n = f.layout.n_tensors;
+    for (uint32_t t = 0; t < f.layout.n_tensors; t++) {
+        const struct model_tensor *tensor = &f.layout.tensors[t];
+        snprintf(key, sizeof key, "grad.%s", tensor->name);
+        float *expected = fixture_floats(&f, key, tensor->elements);
+        double error = fixture_norm(fixture_gradient(&f, tensor), expected, tensor->elements);
+        errors->ours[t] += error * error / (double)tensor->elements;
+        snprintf(key, sizeof key, "rms_emulated.%s", tensor->name);
+        errors->emulated[t] += pow(fixture_number(&f, key), 2);
+        snprintf(errors->name[t], sizeof errors->name[t], "%s", tensor->name);
+        free(expected);
+    }
+    fixture_close(&f);
+}
+
+static void bfloat16_errors_are_those_of_rounding_where_transformers_rounds(void **state)
+{
+    (void)state;
+    static struct bf16_errors errors;
+    for (int i = 0; i < BF16_CASES; i++)
+        add_bf16_case(&errors, i);
+    int bad = 0;
+    for (uint32_t t = 0; t < errors.n; t++) {
+        double ratio = sqrt(errors.ours[t] / errors.emulated[t]);
+        print_message("%-48s %.3f x the emulation's error\n", errors.name[t], ratio);
+        bad += !(ratio <= bf16_allowance);
+    }
+    double ratio = sqrt(errors.loss_ours / errors.loss_emulated);
+    print_message("%-48s %.3f\n", "loss", ratio);
+    assert_int_equal(bad, 0);
+    assert_true(ratio <= bf16_allowance);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(loss_and_gradients_match_the_float64_reference),
+        cmocka_unit_test(logits_match_the_float64_reference),
+        cmocka_unit_test(decoding_with_a_cache_gives_the_logits_of_the_whole_row),
+        cmocka_unit_test(bfloat16_errors_are_those_of_rounding_where_transformers_rounds),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,100 @@
+/*
+ * For every key: a valid value that is not its default, how the effective file shows it ("" = as
+ * written), and values to refuse. Written by hand beside config_keys.h, so that a slip in one of
+ * them is seen. RELATIVE marks paths, which come back absolute.
+ */
+#ifndef TESTS_UNIT_TEST_CONFIG_VALUES_H
+#define TESTS_UNIT_TEST_CONFIG_VALUES_H
+
+enum { REFUSED_MAX = 8 };
+
+static const struct expectation {
+    const char *section, *name, *good, *shown;
+    const char *refused[REFUSED_MAX];
+} expectations[] = {
+    {"run", "output_dir", "\"/r/x\"", "", {"\"\"", "1", "true", "[\"a\"]"}},
+    {"run", "seed", "7", "", {"-1", "1.0", "\"7\"", "true"}},
+    {"run", "resume", "\"never\"", "", {"\"always\"", "\"\"", "true", "1"}},
+    {"run", "stop_after_step", "5", "", {"-1", "0.5", "\"off\""}},
+    {"run", "watchdog", "false", "", {"0", "\"false\"", "[]"}},
+    {"model", "path", "\"/m/y\"", "", {"\"\"", "3", "\"a\\u0000b\""}},
+    {"model", "init", "\"random\"", "", {"\"zero\"", "1"}},
+    {"model", "dtype", "\"float32\"", "", {"\"float16\"", "\"bf16\"", "32"}},
+    {"model", "tokenizer", "\"bytes\"", "", {"1", "[]"}},
+    {"data", "train", "[\"/a.txt\", \"/b.txt\"]", "", {"[]", "\"a.txt\"", "[\"\"]", "[1]", "[[]]"}},
+    {"data", "validation", "[\"/v.txt\"]", "", {"\"v.txt\"", "[true]", "[\"\"]"}},
+    {"data", "val_fraction", "0.25", "", {"1.0", "-0.1", "\"10%\"", "nan", "inf"}},
+    {"data", "format", "\"tokens\"", "", {"\"json\"", "0"}},
+    {"data", "packing", "false", "", {"\"no\"", "1"}},
+    {"data", "shuffle", "false", "", {"\"no\"", "1"}},
+    {"data", "cache_dir", "\"/c\"", "", {"1", "false"}},
+    {"training", "seq_len", "512", "", {"0", "-1", "16777217", "512.0", "\"512\"", "[512]"}},
+    {"training", "micro_batch_size", "2", "", {"0", "1048577", "1.5"}},
+    {"training", "gradient_accumulation_steps", "4", "", {"0", "1048577", "4.0"}},
+    {"training", "global_batch_size", "16", "", {"0", "-8", "\"16\"", "1099511627777"}},
+    {"training", "steps", "10", "", {"0", "-1", "1e3", "\"10\""}},
+    {"training", "epochs", "1.5", "", {"0", "0.0", "-1.0", "nan", "inf", "\"1\""}},
+    {"training", "max_grad_norm", "0.5", "", {"-1.0", "nan", "inf", "\"1\""}},
+    {"training",
+     "activation_checkpointing",
+     "\"every-4\"",
+     "",
+     {"4", "\"every-\"", "\"every-0\"", "\"every-x\"", "\"every-65537\"", "true",
+      "\"every-99999999999999999999\""}},
+    {"training", "skip_nonfinite", "false", "", {"1"}},
+    {"training", "spike", "\"redo\"", "", {"\"on\"", "false"}},
+    {"training", "spike_factor", "4.0", "", {"1.0", "0", "nan", "\"4\""}},
+    {"optimizer", "name", "\"adam\"", "", {"\"\"", "1"}},
+    {"optimizer", "learning_rate", "0.0003", "", {"-1.0", "nan", "\"1e-4\"", "1e7"}},
+    {"optimizer",
+     "betas",
+     "[0.8, 0.99]",
+     "",
+     {"[0.9]", "[0.9, 1.0]", "[-0.1, 0.9]", "0.9", "[0.9, 0.9, 0.9]", "[\"0.9\", 0.9]",
+      "[nan, 0.9]"}},
+    {"optimizer", "eps", "1e-06", "", {"-1e-8", "inf", "\"1\""}},
+    {"optimizer", "weight_decay", "0.01", "", {"-0.1", "nan", "true"}},
+    {"optimizer", "no_decay", "[\"*q*\"]", "", {"\"*q*\"", "[1]", "[\"a\\u0000\"]"}},
+    {"optimizer", "compression", "\"8bit\"", "", {"\"4bit\"", "8"}},
+    {"optimizer", "workers", "3", "", {"0", "257", "\"3\"", "\"all\"", "1.0"}},
+    {"lr_scheduler", "type", "\"wsd\"", "", {"\"cosin\"", "0"}},
+    {"lr_scheduler", "warmup_steps", "7", "", {"-1", "0.1", "\"7\""}},
+    {"lr_scheduler", "warmup_ratio", "0.03", "", {"-0.1", "1.1", "nan"}},
+    {"lr_scheduler", "min_lr_ratio", "0.0", "", {"-0.1", "1.1", "nan"}},
+    {"lr_scheduler", "decay_ratio", "0.2", "", {"-0.1", "1.1", "\"0.2\""}},
+    {"memory",
+     "device",
+     "\"cpu\"",
+     "",
+     {"\"gpu\"", "\"cuda\"", "\"cuda:\"", "\"cuda:128\"", "\"cuda:-1\"", "0"}},
+    {"memory", "max_vram", "\"24GB\"", "24000000000", {"0", "-1", "\"24\"", "\"24 gb\"", "true"}},
+    {"memory", "max_ram", "\"1.5GiB\"", "1610612736", {"0", "\"80%\"", "1.5", "\"0B\""}},
+    {"memory", "offload_dir", "[\"/s0\", \"/s1\"]", "", {"\"/s\"", "[1]", "[\"\"]"}},
+    {"memory", "durability", "4", "", {"0", "-1", "\"4\"", "\"steps\"", "1000001"}},
+    {"memory", "verify_writes", "false", "", {"0"}},
+    {"memory",
+     "page_elements",
+     "8192",
+     "",
+     {"4095", "12288", "0", "2048", "2147483648", "\"8Ki\""}},
+    {"memory", "io_engine", "\"sync\"", "", {"\"uring\"", "1"}},
+    {"memory", "prefetch", "8", "", {"0", "\"auto\"", "1000001", "\"8\""}},
+    {"memory", "threads", "2", "", {"0", "4097", "\"2\""}},
+    {"memory", "drive_tbw", "600", "", {"-1", "1000000001", "\"600\""}},
+    {"checkpoint", "export_interval", "100", "", {"-1", "\"never\""}},
+    {"checkpoint", "keep", "1", "", {"0", "1000001"}},
+    {"checkpoint", "export_dtype", "\"bfloat16\"", "", {"\"int8\"", "16"}},
+    {"eval", "interval", "0", "", {"-1", "1.0"}},
+    {"eval", "sequences", "8", "", {"0", "1073741825"}},
+    {"eval", "sample_prompts", "[\"Once \\\"upon\\\"\"]", "", {"\"Once\"", "[1]"}},
+    {"eval", "sample_tokens", "8", "", {"0", "1048577"}},
+    {"log", "interval", "10", "", {"0", "-1"}},
+    {"log", "progress", "\"plain\"", "", {"\"fancy\"", "false"}},
+    {"log", "trace", "true", "", {"\"yes\"", "1"}},
+    {"log", "http", "\"127.0.0.1:80\"", "", {"80"}},
+    {"log", "max_size", "\"1MiB\"", "1048576", {"65535", "\"0B\"", "\"big\"", "[1]"}},
+};
+
+static const size_t expectation_count = sizeof expectations / sizeof *expectations;
+
+#endif

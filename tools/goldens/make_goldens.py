@@ -1,0 +1,233 @@
+"""Writes tests/goldens/: reference values from PyTorch and Hugging Face transformers.
+
+    python tools/goldens/make_goldens.py [--only NAME_PREFIX]
+
+A second run writes the same bytes: seeds are fixed, one thread, deterministic algorithms, the
+instruction set of the math libraries is pinned below, and nothing in the files names a time.
+See README.md for what the files hold. The log shows how far plain float32 is from the oracle.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import sys
+
+# before torch is loaded: the same code path on every x86-64 machine, whatever its vector width
+os.environ.update(ATEN_CPU_CAPABILITY="default", MKL_CBWR="COMPATIBLE", OMP_NUM_THREADS="1",
+                  MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error",
+                  HF_HUB_DISABLE_PROGRESS_BARS="1", TQDM_DISABLE="1", CUDA_VISIBLE_DEVICES="")
+sys.dont_write_bytecode = True
+
+import numpy  # noqa: E402
+import torch  # noqa: E402
+from safetensors.numpy import save_file  # noqa: E402
+
+import cases  # noqa: E402
+import emulate  # noqa: E402
+import oracle  # noqa: E402
+
+OUT = pathlib.Path(__file__).resolve().parents[2] / "tests" / "goldens"
+TOLERANCE = {"loss": 5e-6, "logits": 1e-5, "gradient": 1e-5, "after": 1e-4}
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def write_model(folder, case, weights):
+    """A Hugging Face folder: config.json and model.safetensors."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_json(folder / "config.json", case["config"])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def meta_of(case, rates):
+    return {
+        "batch": case["batch"], "seq_len": case["seq_len"], "steps": len(rates),
+        "packed": case["packed"], "learning_rate": max(rates), "lr_per_step": rates,
+        "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1,
+        "max_grad_norm": case["max_grad_norm"],
+    }
+
+
+def float32(tensors, prefix):
+    return {prefix + name: t.to(torch.float32).numpy() for name, t in tensors.items()}
+
+
+def float64(*values):
+    return numpy.array(values, numpy.float64)
+
+
+def relative(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def worst_gradient(grads, exact):
+    """max |d| over max(norm of the tensor, 1e-3 x norm of all)."""
+    total = torch.stack([g.norm() for g in exact.values()]).norm()
+    return max(((grads[n].double() - e).abs().max() / max(e.norm(), 1e-3 * total)).item()
+               for n, e in exact.items())
+
+
+def report_float32(case, plain, exact):
+    """The tolerances that the C code must meet, met here by transformers itself in float32."""
+    seen = {
+        "loss": abs(plain["losses"][0] / exact["losses"][0] - 1),
+        "logits": (plain["logits"].double() - exact["logits"]).abs().max().item(),
+        "gradient": worst_gradient(plain["grads"], exact["grads"]),
+        "after": max(relative(plain["after"][n], e) for n, e in exact["after"].items()),
+    }
+    print(f"{case['name']}: float32 - float64: "
+          + ", ".join(f"{k} {v:.1e} (of {TOLERANCE[k]:.0e})" for k, v in seen.items()))
+    print("  losses " + " ".join(f"{x:.3f}" for x in exact["losses"]))
+    print("  norms  " + " ".join(f"{x:.2f}" for x in exact["grad_norms"])
+          + f"  clipped above {case['max_grad_norm']}")
+    if not all(seen[k] <= TOLERANCE[k] for k in seen):
+        raise SystemExit(f"{case['name']}: float32 itself misses a tolerance")
+
+
+def rotation_of(model, batch):
+    """cos and sin of step 1 as transformers makes them: (B, T, head_dim) float32."""
+    position = torch.from_numpy(batch["position"][0]).long()
+    return model.model.rotary_emb(torch.zeros(1, dtype=torch.float32), position)
+
+
+def check_by_hand(case, weights, batch, model, loss, grads):
+    """The model written out by hand, in float64, must be transformers' to the last digits."""
+    wide = {n: torch.as_tensor(w).double() for n, w in weights.items()}
+    rotation = rotation_of(model, batch)
+    hand_loss, hand = emulate.run(case["config"], wide, batch, rotation, emulate.Rounding.NONE)
+    every = [abs(hand_loss / loss - 1)] + [relative(hand[n], g) for n, g in grads.items()]
+    worst = float(numpy.max(every))  # unlike max(), lets no NaN slip
+    print(f"{case['name']}: two float64 implementations differ by {worst:.1e}")
+    if not worst <= 1e-12:
+        raise SystemExit(f"{case['name']}: the two float64 implementations disagree")
+
+
+def make_float32_case(case):
+    folder = OUT / case["name"]
+    weights, batch = cases.weights(case), cases.batches(case, cases.STEPS)
+    meta = meta_of(case, cases.LEARNING_RATES)
+    write_model(folder, case, weights)
+    write_json(folder / "meta.json", meta)
+    model = oracle.load(folder, torch.float64)
+    exact = oracle.train(model, batch, meta, case["packed"])
+    plain = oracle.train(oracle.load(folder, torch.float32), batch, meta, case["packed"])
+    check_by_hand(case, weights, batch, model, exact["losses"][0], exact["grads"])
+    report_float32(case, plain, exact)
+    save_file(
+        dict(batch)
+        | float32(exact["grads"], "grad.")
+        | float32(exact["after"], "after.")
+        | {
+            "inv_freq": model.model.rotary_emb.inv_freq.to(torch.float32).numpy(),
+            "logits": exact["logits"].to(torch.float32).numpy(),
+            "loss": float64(exact["losses"][0]),
+            "losses": float64(*exact["losses"]),
+            "grad_norm": float64(exact["grad_norms"][0]),
+            "grad_norms": float64(*exact["grad_norms"]),
+        },
+        folder / "reference.safetensors",
+    )
+
+
+def high_half(weight):
+    """The bf16 value our split of a float32 master gives: round half up of the bits."""
+    high = (weight.view(numpy.uint32) + numpy.uint32(0x8000)) & numpy.uint32(0xFFFF0000)
+    return high.view(numpy.float32)
+
+
+def loss_and_gradients(model, batch, packed):
+    model.zero_grad()
+    loss, _ = oracle.forward(model, batch, 0, packed)
+    loss.backward()
+    return loss.item(), oracle.gradients(model)
+
+
+def load_high_halves(folder, weights, dtype):
+    model = oracle.load(folder, dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(high_half(weights[name])))
+    return model
+
+
+def rms(grads, exact):
+    return {n: (grads[n].double() - e).pow(2).mean().sqrt().item() for n, e in exact.items()}
+
+
+def make_bfloat16_case(case):
+    """Returns {kind: (loss error, rms error per tensor)} for the summary."""
+    folder = OUT / case["name"]
+    weights, batch = cases.weights(case), cases.batches(case, 1)
+    write_model(folder, case, weights)
+    write_json(folder / "meta.json", meta_of(case, [1e-3]))
+    high = {n: torch.from_numpy(high_half(w)) for n, w in weights.items()}
+    model = load_high_halves(folder, weights, torch.float64)
+    loss, exact = loss_and_gradients(model, batch, case["packed"])
+    check_by_hand(case, high, batch, model, loss, exact)
+    rotation = rotation_of(model, batch)
+    seen = {kind: emulate.run(case["config"], high, batch, rotation, kind)
+            for kind in (emulate.Rounding.DESIGN, emulate.Rounding.EAGER)}
+    library = load_high_halves(folder, weights, torch.bfloat16)
+    seen["library"] = loss_and_gradients(library, batch, case["packed"])
+    errors = {kind: (got - loss, rms(grads, exact)) for kind, (got, grads) in seen.items()}
+    design, eager = seen[emulate.Rounding.DESIGN][0], seen[emulate.Rounding.EAGER][0]
+    per_tensor = {}
+    for prefix, kind in (("rms_emulated.", emulate.Rounding.DESIGN),
+                         ("rms_eager.", emulate.Rounding.EAGER)):
+        per_tensor |= {prefix + n: float64(v) for n, v in errors[kind][1].items()}
+    save_file(
+        dict(batch)
+        | float32(exact, "grad.")
+        | per_tensor
+        | {"loss": float64(loss), "loss_emulated": float64(design), "loss_eager": float64(eager)},
+        folder / "reference.safetensors",
+    )
+    return errors
+
+
+def over_models(errors, kind):
+    """rms over all models: of the loss, and of each gradient tensor."""
+    def root(values):
+        return float(numpy.sqrt(numpy.mean(numpy.square(values))))
+    names = errors[0][kind][1]
+    return root([e[kind][0] for e in errors]), {n: root([e[kind][1][n] for e in errors]) for n in names}
+
+
+def report_bfloat16(errors):
+    """How the two emulations and transformers' own bf16 compare over all models."""
+    base_loss, base = over_models(errors, emulate.Rounding.DESIGN)
+    print(f"bfloat16: loss rms error, scores in float32: {base_loss:.2e}")
+    for kind in (emulate.Rounding.EAGER, "library"):
+        loss, grads = over_models(errors, kind)
+        ratios = sorted(grads[n] / base[n] for n in base)
+        print(f"bfloat16: {kind} over that: loss {loss / base_loss:.2f}, gradients "
+              f"{ratios[0]:.2f} to {ratios[-1]:.2f}, median {ratios[len(ratios) // 2]:.2f}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="cases whose name begins so")
+    only = parser.parse_args().only
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.mkldnn.enabled = False
+    if not only:
+        shutil.rmtree(OUT, ignore_errors=True)
+    for case in cases.FLOAT32_CASES:
+        if case["name"].startswith(only):
+            make_float32_case(case)
+    errors = [make_bfloat16_case(case) for case in map(cases.bfloat16_case, range(16))
+              if case["name"].startswith(only)]
+    if errors:
+        report_bfloat16(errors)
+    size = sum(p.stat().st_size for p in OUT.rglob("*") if p.is_file())
+    print(f"{OUT}: {size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()
