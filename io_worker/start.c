@@ -126,6 +126,14 @@ static int register_frames(struct io *io)
     return store_register_regions(io->store, io->regions, n);
 }
 
+/* The store's files are open: its engine moves our frames from here on. */
+static int adopt_engine(struct io *io)
+{
+    io->engine = store_engine(io->store);
+    tell(io, store_notice(io->store));
+    return register_frames(io);
+}
+
 /* Opens the store; *exists: it holds a commit. */
 int start_store(struct io *io, int *exists)
 {
@@ -147,12 +155,10 @@ int start_store(struct io *io, int *exists)
                    (unsigned long long)m->n_layers, (unsigned long long)m->hidden_size,
                    (unsigned long long)m->vocab_size);
     worker_progress(io->w, ACTIVITY_RECOVERING, 0, 0);
-    if (store_open(&io->store, &options) < 0 || register_frames(io) < 0)
+    if (store_open(&io->store, &options) < 0)
         return -(int)error_kind_now();
-    io->engine = store_engine(io->store);
-    tell(io, store_notice(io->store));
     *exists = store_state_now(io->store) == STORE_READY;
-    return 0;
+    return *exists ? adopt_engine(io) : 0;
 }
 
 static void first_facts(const struct io *io, struct commit_facts *facts)
@@ -228,6 +234,8 @@ static int create(struct io *io)
         rc = store_preflight(io->store);
     if (rc == 0)
         rc = store_create(io->store);
+    if (rc == 0)
+        rc = adopt_engine(io);
     if (rc == 0)
         rc = commit_open(&io->commit, io->store);
     if (rc == 0)

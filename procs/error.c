@@ -1,3 +1,4 @@
+#define PROCS_ERROR_BODIES
 #include "procs/error.h"
 
 #include <stdarg.h>

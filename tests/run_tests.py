@@ -179,7 +179,7 @@ class Runner:
 
 def program_env(build):
     return dict(os.environ, CMOCKA_MESSAGE_OUTPUT="TAP", PYTHONDONTWRITEBYTECODE="1",
-                MTLAUNCH=os.path.join(ROOT, "build", build, "mtlaunch"), **SANITIZERS[build])
+                MTLAUNCH=os.path.join(ROOT, "build", build, "bin", "mtlaunch"), **SANITIZERS[build])
 
 
 def c_programs(runner, build, kinds):

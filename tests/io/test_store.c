@@ -271,6 +271,15 @@ static void what_does_not_fit_is_refused_before_anything_is_written(void **state
     assert_non_null(strstr(error_text(), "need "));
     assert_non_null(strstr(error_text(), "have "));
     assert_int_equal(access(f.paths[0], F_OK), -1);
+    store_close(f.store);
+    /* weights not known yet: then the total decides, before the measuring that would write */
+    (void)snprintf(f.paths[1], sizeof f.paths[1], "%s/1", f.root);
+    f.directories[1] = f.paths[1];
+    f.options.n_directories = 2;
+    memset(f.options.stripe_weights, 0, sizeof f.options.stripe_weights);
+    assert_int_equal(store_open(&f.store, &f.options), 0);
+    assert_int_equal(store_create(f.store), -ERROR_FIT);
+    assert_int_equal(access(f.paths[0], F_OK), -1);
     model_layout_destroy(&huge);
     fixture_destroy(&f);
 }
