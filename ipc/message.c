@@ -73,7 +73,8 @@ static int get_text(const msgpack_object *o, char *out, size_t capacity)
 {
     if (o->type != MSGPACK_OBJECT_STR || o->via.str.size >= capacity)
         return -1;
-    memcpy(out, o->via.str.ptr, o->via.str.size);
+    if (o->via.str.size > 0) /* msgpack-c gives an empty text a null pointer */
+        memcpy(out, o->via.str.ptr, o->via.str.size);
     out[o->via.str.size] = '\0';
     return 0;
 }
@@ -94,10 +95,48 @@ static int get_fields(const msgpack_object *o, struct message *m)
     return 0;
 }
 
+/* Bytes of the number or text that begins here, at most n; 0 for anything else. */
+static size_t field_bytes(const unsigned char *bytes, size_t n)
+{
+    uint64_t size = 0;
+    if (n == 0)
+        return 0;
+    unsigned char head = bytes[0];
+    if (head < 0x80) /* positive fixint */
+        size = 1;
+    else if (head >= 0xa0 && head < 0xc0) /* fixstr */
+        size = 1u + (head & 0x1f);
+    else if (head >= 0xcc && head <= 0xcf) /* uint 8, 16, 32, 64 */
+        size = 1u + (1u << (head - 0xcc));
+    else if (head == 0xd9 && n >= 2) /* str 8 */
+        size = 2u + bytes[1];
+    else if (head == 0xda && n >= 3) /* str 16 */
+        size = 3u + ((uint32_t)bytes[1] << 8 | bytes[2]);
+    return size <= n ? (size_t)size : 0;
+}
+
+/* msgpack-c allocates what a header promises (five bytes can ask for 128 GB) before it looks for the
+ * elements: so nothing but an array of six plain fields comes that far. */
+static int has_our_shape(const unsigned char *bytes, size_t n)
+{
+    size_t at = 1;
+    if (n == 0 || bytes[0] != (0x90 | MESSAGE_FIELDS))
+        return 0;
+    for (int i = 0; i < MESSAGE_FIELDS; i++) {
+        size_t size = field_bytes(bytes + at, n - at);
+        if (size == 0)
+            return 0;
+        at += size;
+    }
+    return at == n;
+}
+
 int message_decode(const unsigned char *bytes, size_t n, struct message *m)
 {
     if (n > MESSAGE_BYTES_MAX)
         return error_set(ERROR_FAILED, "message of %zu bytes, at most %d expected", n, MESSAGE_BYTES_MAX);
+    if (!has_our_shape(bytes, n))
+        return error_set(ERROR_FAILED, "message of %zu bytes is not one of ours", n);
     msgpack_unpacked unpacked;
     msgpack_unpacked_init(&unpacked);
     size_t offset = 0;

@@ -64,8 +64,10 @@ static int introduce(struct worker *w, enum role role, uint32_t index)
     w->self->pid = getpid();
     w->self->generation = w->plan->generation;
     check_set_panic_buffer(w->self->panic, sizeof w->self->panic);
-    if (*plan_text_get(w->plan, w->plan->log_dir) &&
-        log_open(plan_text_get(w->plan, w->plan->log_dir), name, w->plan->log_bytes_max) < 0)
+    /* commands have no log: their errors travel through the control page */
+    if (!*plan_text_get(w->plan, w->plan->log_dir))
+        log_set_threshold(LOG_ERROR);
+    else if (log_open(plan_text_get(w->plan, w->plan->log_dir), name, w->plan->log_bytes_max) < 0)
         return -(int)error_kind_now();
     char address[PLAN_ENDPOINT_BYTES + 8];
     (void)snprintf(address, sizeof address, "ipc://%s", w->plan->endpoint);
@@ -107,7 +109,8 @@ int worker_finish(struct worker *w, int rc)
         if (w->self) {
             (void)snprintf(w->self->error, sizeof w->self->error, "%s", error_text());
             atomic_store_explicit(&w->self->error_kind, (uint32_t)status, memory_order_release);
-            log_line(LOG_ERROR, "%s", error_text());
+            if (*plan_text_get(w->plan, w->plan->log_dir))
+                log_line(LOG_ERROR, "%s", error_text());
         } else {
             (void)fprintf(stderr, "%s\n", error_text());
         }

@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <sys/file.h>
 #include <sys/vfs.h>
+#include <sys/wait.h>
 #include <linux/magic.h>
 
 static uint64_t file_size(const char *path, uint64_t *allocated)
@@ -200,6 +201,37 @@ static void a_locked_store_is_busy_after_the_deadline(void **state)
     fixture_destroy(&f);
 }
 
+/* As after a kill: the lock goes when the dead process's last descriptor does. */
+static void a_lock_that_goes_before_the_deadline_is_got(void **state)
+{
+    (void)state;
+    struct fixture f;
+    fixture_init(&f, DTYPE_FLOAT32, 8192, 1);
+    fixture_create(&f);
+    fixture_close_store(&f);
+    int ready[2];
+    char byte;
+    assert_int_equal(pipe2(ready, O_CLOEXEC), 0);
+    pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+        struct store *held;
+        byte = store_open(&held, &f.options) == 0;
+        if (write(ready[1], &byte, 1) != 1)
+            _exit(2);
+        (void)usleep(300000);
+        _exit(0); /* without closing anything */
+    }
+    assert_int_equal(read(ready[0], &byte, 1), 1);
+    assert_int_equal(byte, 1);
+    assert_int_equal(store_open(&f.store, &f.options), 0);
+    int status;
+    assert_int_equal(waitpid(child, &status, 0), child);
+    (void)close(ready[0]);
+    (void)close(ready[1]);
+    fixture_destroy(&f);
+}
+
 /* Every descriptor that I/O goes through holds the lock: the fence depends on it. */
 static void every_data_file_is_locked(void **state)
 {
@@ -388,6 +420,7 @@ int main(void)
         cmocka_unit_test(a_commit_after_the_import_is_never_wiped),
         cmocka_unit_test(a_store_that_differs_is_refused_with_both_values),
         cmocka_unit_test(a_locked_store_is_busy_after_the_deadline),
+        cmocka_unit_test(a_lock_that_goes_before_the_deadline_is_got),
         cmocka_unit_test(every_data_file_is_locked),
         cmocka_unit_test(a_truncated_or_missing_file_is_named_with_both_sizes),
         cmocka_unit_test(what_does_not_fit_is_refused_before_anything_is_written),
