@@ -512,6 +512,7 @@ int pager_turn(struct io *io)
         return rc;
     done += rc;
     if (io->plan->mode == PLAN_TRAIN) {
+        done += (int)commit_do_work(io->commit);
         if ((rc = advance_step(io)) < 0)
             return -(int)error_kind_now();
         done += rc;

@@ -129,9 +129,11 @@ static int register_frames(struct io *io)
 /* The store's files are open: its engine moves our frames from here on. */
 static int adopt_engine(struct io *io)
 {
-    io->engine = store_engine(io->store);
+    if (register_frames(io) < 0)
+        return -(int)error_kind_now();
+    io->engine = store_engine(io->store); /* registering opens it anew */
     tell(io, store_notice(io->store));
-    return register_frames(io);
+    return 0;
 }
 
 /* Opens the store; *exists: it holds a commit. */

@@ -92,7 +92,7 @@
       "Learning rate after warm-up, before decay.")                                                \
     X(optimizer, betas, PAIR, "[0.9, 0.95]", BETWEEN_BELOW(0, 1), MAY_CHANGE, BITS,                \
       "Decay of the first and second moment.")                                                     \
-    X(optimizer, eps, FLOAT, "1e-08", BETWEEN(0, 1e6), MAY_CHANGE, BITS,                           \
+    X(optimizer, eps, FLOAT, "1e-08", BETWEEN(1.2e-38, 1e6), MAY_CHANGE, BITS,                     \
       "Added to the root of the second moment.")                                                   \
     X(optimizer, weight_decay, FLOAT, "0.1", BETWEEN(0, 1e6), MAY_CHANGE, BITS,                    \
       "Decoupled weight decay.")                                                                   \
@@ -100,7 +100,7 @@
       "Tensor names without weight decay; one-dimensional tensors are always exempt.")             \
     X(optimizer, compression, ENUM, "\"none\"", ONE_OF(optimizer_compression), FIXED, BITS,        \
       "How the optimizer state is stored.")                                                        \
-    X(optimizer, workers, INT, "\"auto\"", WORDS_OR(auto, NULL, 1, 256), MAY_CHANGE, NO_BITS,      \
+    X(optimizer, workers, INT, "\"auto\"", WORDS_OR(auto, NULL, 1, 64), MAY_CHANGE, NO_BITS,      \
       "Optimizer processes; auto: one per NUMA node.")                                             \
     X(lr_scheduler, type, ENUM, "\"cosine\"", ONE_OF(lr_scheduler_type), MAY_CHANGE, BITS,         \
       "Shape of the learning rate after warm-up.")                                                 \
