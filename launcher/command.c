@@ -38,7 +38,8 @@ static int help(void)
 
 int command_fail(void)
 {
-    (void)fprintf(stderr, "mtlaunch: %s\n", error_text());
+    if (*error_text())
+        (void)fprintf(stderr, "mtlaunch: %s\n", error_text());
     return (int)error_kind_now();
 }
 

@@ -69,7 +69,7 @@ static int train(struct launcher *l, const struct supervisor_job *job)
         run_dir_undo(&l->run);
     run_dir_close(&l->run);
     if (rc == 0 && !l->finished)
-        rc = error_set(ERROR_STOPPED, "stopped as asked");
+        rc = error_set(ERROR_STOPPED, "%s", ""); /* tell_end() has said it */
     return rc;
 }
 

@@ -44,8 +44,7 @@ static uint64_t last_step(const struct launcher *l)
     uint64_t last = c->steps;
     if (c->stop_after && c->stop_after < last)
         last = c->stop_after;
-    uint64_t begun = fact(&l->session.orders->begin_step);
-    return l->stop_requested && begun < last ? begun : last;
+    return l->stop_requested && c->begun < last ? c->begun : last;
 }
 
 static int evaluation_due(const struct launcher *l, uint64_t step)
@@ -117,11 +116,11 @@ static void tell_mode(struct launcher *l)
 int coordinator_begin(struct launcher *l)
 {
     struct coordinator *c = &l->coordinator;
-    uint64_t resumed = l->session.io->resume_step, evaluated = c->evaluated;
+    uint64_t resumed = l->session.io->resume_step;
     char warning[256];
     coordinator_end(l);
     memset(c, 0, sizeof *c);
-    c->evaluated = evaluated;
+    c->begun = resumed;
     c->first = resumed + 1;
     c->t = l->session.io->resume_t;
     c->steps = run_length(l);
@@ -137,6 +136,7 @@ int coordinator_begin(struct launcher *l)
     l->metrics = NULL;
     if (metrics_open(&l->metrics, l->run.path, resumed) < 0)
         return -(int)error_kind_now();
+    c->evaluated = metrics_last_evaluation(l->metrics);
     tell_resume(l, resumed);
     tell_mode(l);
     atomic_store_explicit(&l->session.orders->apply_step, resumed, memory_order_release);
@@ -146,8 +146,6 @@ int coordinator_begin(struct launcher *l)
         c->exported = resumed;
         order(l, &l->session.orders->export_step, resumed);
     }
-    if (resumed < last_step(l))
-        order(l, &l->session.orders->begin_step, c->first);
     return 0;
 }
 
@@ -235,8 +233,8 @@ static int may_decide(const struct launcher *l, uint64_t step)
 static int decide(struct launcher *l)
 {
     struct launcher_control *orders = l->session.orders;
-    uint64_t step = fact(&orders->begin_step);
-    if (step == 0 || !may_decide(l, step))
+    uint64_t step = l->coordinator.begun;
+    if (!may_decide(l, step))
         return 0;
     struct step_orders *o = &orders->orders[step % PLAN_SLACK_STEPS];
     fill_orders(l, o, step, gradient_norm(l, step));
@@ -255,10 +253,10 @@ static int decide(struct launcher *l)
 static void begin_next(struct launcher *l)
 {
     struct launcher_control *orders = l->session.orders;
-    uint64_t begun = fact(&orders->begin_step);
-    if (begun == 0 || fact(&orders->apply_step) < begun || begun >= last_step(l) || evaluation_due(l, begun))
+    struct coordinator *c = &l->coordinator;
+    if (fact(&orders->apply_step) < c->begun || c->begun >= last_step(l) || evaluation_due(l, c->begun))
         return;
-    order(l, &orders->begin_step, begun + 1);
+    order(l, &orders->begin_step, ++c->begun);
 }
 
 /* -- commit -- */
@@ -343,7 +341,7 @@ static int evaluate(struct launcher *l)
     struct session *s = &l->session;
     struct coordinator *c = &l->coordinator;
     uint64_t step = coordinator_committed(l);
-    if (!evaluation_due(l, step) || fact(&s->orders->begin_step) > step ||
+    if (!evaluation_due(l, step) || c->begun > step ||
         fact(&s->orders->apply_step) > step)
         return 0;
     uint64_t asked = fact(&s->orders->evaluate_request);
@@ -380,7 +378,7 @@ int coordinator_turn(struct launcher *l)
     int evaluating = evaluate(l);
     begin_next(l);
     uint64_t committed = coordinator_committed(l);
-    int done = committed >= last_step(l) && fact(&l->session.orders->begin_step) <= committed &&
+    int done = committed >= last_step(l) && l->coordinator.begun <= committed &&
                !evaluating && !evaluation_due(l, committed) && !export_pending(l);
     return done;
 }

@@ -35,7 +35,8 @@ struct run_dir {
     char path[LAUNCHER_PATH_BYTES];
     uint8_t id[RUN_ID_BYTES];
     int lock_fd;
-    int created; /* by this process: removed again if the start fails on the user's account */
+    int created; /* the directory, by this process; or only, */
+    int fresh;   /* the run in it: both go again if the start fails on the user's account */
 };
 
 /* One generation: one life of the shared segment and of the workers on it. */
@@ -56,6 +57,7 @@ struct coordinator {
     uint64_t steps;         /* the run's length */
     uint64_t stop_after;    /* 0 = off */
     uint64_t t;             /* AdamW updates decided so far */
+    uint64_t begun;         /* newest step that may run; at the start of a session the committed one */
     uint64_t announced;     /* newest commit that was shown */
     uint64_t exported;      /* newest export ordered */
     uint64_t evaluated;     /* newest step evaluated by this launcher */

@@ -16,6 +16,7 @@ enum { METRICS_LINE_BYTES_MAX = 16384 };
 struct metrics {
     int fd;
     int complained;
+    uint64_t evaluated;
     char path[4096 + 32];
 };
 
@@ -28,8 +29,15 @@ static uint64_t line_step(const char *line)
     return sscanf(line, "{\"step\": %llu", &step) == 1 ? step : 0;
 }
 
+static uint64_t evaluation_step(const char *line)
+{
+    unsigned long long step;
+    const char *at = strncmp(line, "{\"event\": \"eval\"", 16) == 0 ? strstr(line, "\"step\": ") : NULL;
+    return at && sscanf(at, "\"step\": %llu", &step) == 1 ? step : 0;
+}
+
 /* Copies what may stay to `out`, from the first line that may not. 1 if anything was dropped. */
-static int filter(FILE *in, FILE *out, uint64_t committed, long *keep)
+static int filter(struct metrics *m, FILE *in, FILE *out, uint64_t committed, long *keep)
 {
     static char line[METRICS_LINE_BYTES_MAX];
     int dropped = 0;
@@ -38,6 +46,8 @@ static int filter(FILE *in, FILE *out, uint64_t committed, long *keep)
         uint64_t step = line_step(line);
         int bad = step == UINT64_MAX || step > committed;
         dropped |= bad;
+        if (evaluation_step(line))
+            m->evaluated = evaluation_step(line);
         if (!dropped)
             *keep = ftell(in);
         else if (!bad)
@@ -47,8 +57,9 @@ static int filter(FILE *in, FILE *out, uint64_t committed, long *keep)
 }
 
 /* Lines behind the first dropped one are few: events of the steps in flight. */
-static int repair(const char *path, uint64_t committed)
+static int repair(struct metrics *m, uint64_t committed)
 {
+    const char *path = m->path;
     FILE *in = fopen(path, "re");
     char *rest = NULL;
     size_t rest_bytes = 0;
@@ -56,7 +67,7 @@ static int repair(const char *path, uint64_t committed)
     if (!in)
         return errno == ENOENT ? 0 : error_set(ERROR_FAILED, "%s: %s", path, strerror(errno));
     FILE *out = open_memstream(&rest, &rest_bytes);
-    int dropped = out ? filter(in, out, committed, &keep) : 0;
+    int dropped = out ? filter(m, in, out, committed, &keep) : 0;
     (void)fclose(in); /* read only */
     if (!out || fclose(out) != 0) {
         free(rest);
@@ -83,7 +94,7 @@ int metrics_open(struct metrics **out, const char *directory, uint64_t committed
     if (!m)
         return error_set(ERROR_FAILED, "out of memory");
     (void)snprintf(m->path, sizeof m->path, "%s/metrics.jsonl", directory);
-    if (repair(m->path, committed) < 0) {
+    if (repair(m, committed) < 0) {
         free(m);
         return -(int)error_kind_now();
     }
@@ -95,6 +106,11 @@ int metrics_open(struct metrics **out, const char *directory, uint64_t committed
     }
     *out = m;
     return 0;
+}
+
+uint64_t metrics_last_evaluation(const struct metrics *m)
+{
+    return m->evaluated;
 }
 
 void metrics_close(struct metrics *m)

@@ -17,6 +17,9 @@ struct metrics;
 int metrics_open(struct metrics **metrics, const char *directory, uint64_t committed);
 void metrics_close(struct metrics *metrics);
 
+/* The newest step that an `eval` event in the file speaks of; 0 without one. */
+uint64_t metrics_last_evaluation(const struct metrics *metrics);
+
 /* Appends one line, `json` without newline, and makes it durable when `durable`. */
 enum metrics_durability { METRICS_LAZY, METRICS_DURABLE };
 int metrics_append(struct metrics *metrics, const char *json, enum metrics_durability durability);

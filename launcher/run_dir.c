@@ -92,7 +92,8 @@ static int identify(struct run_dir *run)
     int n = read_text(path, text, sizeof text);
     if (n >= 2 * RUN_ID_BYTES && parse_id(text, run->id) == 0)
         return 0;
-    if (n != -ENOENT)
+    run->fresh = n == -ENOENT;
+    if (!run->fresh)
         return error_set(ERROR_USER, "%s: expected 32 hexadecimal digits", path);
     if (getrandom(run->id, sizeof run->id, 0) != (ssize_t)sizeof run->id)
         return error_set(ERROR_FAILED, "getrandom: %s", strerror(errno));
@@ -247,7 +248,12 @@ int run_dir_remove_tree(const char *path)
 
 void run_dir_undo(struct run_dir *run)
 {
+    static const char *const ours[] = {"logs", "cache", "store", "config.toml", "run.id", "run.lock"};
+    char path[LAUNCHER_PATH_BYTES];
+    for (size_t i = 0; run->fresh && i < sizeof ours / sizeof *ours; i++)
+        if (file_in(run, ours[i], path) == 0)
+            (void)run_dir_remove_tree(path); /* the error that brought us here is the one to tell */
     if (run->created)
-        (void)run_dir_remove_tree(run->path); /* the error that brought us here is the one to tell */
-    run->created = 0;
+        (void)rmdir(run->path);
+    run->created = run->fresh = 0;
 }

@@ -116,6 +116,7 @@ static void send_to(struct session *s, const char *peer, enum message_type type,
 void session_wake(struct launcher *l)
 {
     char name[MESSAGE_PEER_BYTES];
+    atomic_thread_fence(memory_order_seq_cst); /* pairs with the fence in worker_pause() */
     for (uint32_t i = 0; i < l->session.n_children; i++) {
         const struct child *child = &l->session.children[i];
         if (!atomic_load_explicit(&session_control(l, child)->sleeping, memory_order_acquire))
