@@ -164,9 +164,11 @@ struct device_ops {
     /* ---- embedding: table (V,C), tokens (R), x (R,C) ---- */
     void (*embedding_forward)(struct device *, compute_t *x, const compute_t *table,
                               const int32_t *tokens, uint64_t rows, uint64_t width);
-    /* dtable += scatter(dx), rows added in token order. */
+    /* dtable += scatter(dx), rows added in token order; rows of `skipped_token` (-1: none) are
+     * left out, as torch does for an embedding's padding_idx. */
     void (*embedding_backward)(struct device *, float *dtable, const compute_t *dx,
-                               const int32_t *tokens, uint64_t rows, uint64_t width);
+                               const int32_t *tokens, int64_t skipped_token, uint64_t rows,
+                               uint64_t width);
 
     /* ---- RMSNorm (Zhang and Sennrich 2019): y = w * round(x * rstd), rstd = 1/sqrt(mean(x^2)+eps)
      * x, y (R,C); w (C); rstd (R) f32 ---- */

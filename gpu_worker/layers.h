@@ -82,7 +82,7 @@ uint64_t layers_activation_bytes(const struct layers *layers);
 /* x_out (B,T,C) = rows of the table. `weights` is the embedding layer's vector. */
 void layers_embedding_forward(struct layers *layers, const compute_t *weights,
                               const struct layers_batch *batch, compute_t *x_out);
-/* gradients += scatter of dx by token. */
+/* gradients += scatter of dx by token; the look-ups of pad_token_id give none. */
 void layers_embedding_backward(struct layers *layers, float *gradients,
                                const struct layers_batch *batch, const compute_t *dx);
 

@@ -18,7 +18,7 @@ void layers_embedding_backward(struct layers *layers, float *gradients,
 {
     layers->device->ops->embedding_backward(
         layers->device, layers_gradient(layers, gradients, 0, MODEL_EMBED), dx, batch->tokens,
-        layers->rows, layers->layout->config.hidden_size);
+        layers->layout->config.pad_token_id, layers->rows, layers->layout->config.hidden_size);
 }
 
 void layers_embedding_decode(struct layers *layers, const compute_t *weights,

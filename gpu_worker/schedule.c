@@ -145,11 +145,14 @@ static int take_frame(struct gpu *g, uint32_t *frame)
 static void flip_bit(const struct gpu *g, uint64_t page, float *frame)
 {
     uint32_t bits;
+    uint64_t i = 0, last = g->w->layout.pages[page].elements - 1;
     if (g->step != g->flip_step || page != 0)
         return;
-    memcpy(&bits, frame, sizeof bits);
+    while (frame[i] == 0.0f && i < last)
+        i++; /* a bit of 0 would make a denormal, and those count as zero */
+    memcpy(&bits, frame + i, sizeof bits);
     bits ^= 1u << 21;
-    memcpy(frame, &bits, sizeof bits);
+    memcpy(frame + i, &bits, sizeof bits);
 }
 
 /* Sends a layer's accumulated gradient off the device, page by page, to the pages' owners. */

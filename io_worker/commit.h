@@ -64,7 +64,7 @@ struct commit_facts {
     uint64_t step;
     uint64_t optimizer_step; /* AdamW's t: skipped steps do not advance it */
     uint64_t seed;
-    uint64_t data_position[4]; /* as the data reader defines them; unused ones 0 */
+    uint64_t data_position[4]; /* next sample; data_fingerprint() of what it counts in; 0 */
     uint64_t tokens;           /* labelled tokens of the step */
     double loss;
     double norm; /* before clipping */

@@ -79,7 +79,7 @@ static int check_tokenizer(const struct data_config *c, const char *path)
 {
     if (c->tokenizer == DATA_TOKENIZER_FILE) {
         (void)error_set(ERROR_USER,
-                        "%s: text, but the model has a tokenizer file; this build tokenizes with "
+                        "%s: text, but model.tokenizer is not \"bytes\"; this build tokenizes with "
                         "\"bytes\" only, or takes token shards",
                         path);
         return error_hint("set model.tokenizer = \"bytes\", or tokenize the text into llm.c or "
@@ -501,7 +501,6 @@ void data_fingerprint(const struct data *d, uint64_t hash[2])
         CHECK(XXH3_128bits_update(state, TOKENIZER_BYTES_NAME, sizeof TOKENIZER_BYTES_NAME) ==
               XXH_OK);
     hash_list(state, &d->train);
-    hash_list(state, &d->validation);
     XXH128_hash_t h = XXH3_128bits_digest(state);
     hash[0] = h.low64;
     hash[1] = h.high64;

@@ -129,8 +129,9 @@ int data_read_sample(struct data *d, enum data_set set, uint64_t q, struct data_
 size_t data_describe(const struct data *d, char *text, size_t capacity);
 
 /*
- * xxh3-128 over everything that decides which tokens sample q holds: contents of the sources in
- * order, format, tokenizer, seq_len, packing, shuffle, val_fraction, eos, seed. Not paths or times.
+ * xxh3-128 over everything that decides which tokens sample q of DATA_TRAIN holds: contents of the
+ * sources in order, format, tokenizer, seq_len, packing, shuffle, val_fraction, eos, seed. Not paths
+ * or times, nor validation files, which a run may change.
  */
 void data_fingerprint(const struct data *d, uint64_t hash[2]);
 

@@ -179,21 +179,40 @@ static int copy_config(const struct export *e, const struct export_config *c)
     return rc;
 }
 
+/* 1: copied, 0: absent. */
+static int copy_file(const struct export *e, const char *folder, const char *name, const char *as)
+{
+    char *bytes;
+    size_t n;
+    int rc = folder_read_file(folder, name, COPIED_BYTES_MAX, &bytes, &n);
+    if (rc <= 0)
+        return rc;
+    rc = folder_write_file(e->temporary, as, bytes, n);
+    free(bytes);
+    return rc < 0 ? rc : 1;
+}
+
+/* The tokenizer that the run names in place of the model folder's. */
+static int copy_tokenizer(const struct export *e, const char *path)
+{
+    char *folder = folder_parent(path);
+    const char *slash = strrchr(path, '/');
+    int rc = copy_file(e, folder, slash ? slash + 1 : path, "tokenizer.json");
+    free(folder);
+    return rc == 0 ? error_set(ERROR_USER, "%s: the tokenizer is gone", path) : rc;
+}
+
 static int copy_files(const struct export *e, const struct export_config *c)
 {
+    int other = c->tokenizer && *c->tokenizer;
     for (size_t i = 0; i < N_COPIED; i++) {
-        char *bytes;
-        size_t n;
-        int rc = folder_read_file(c->model_folder, copied_files[i], COPIED_BYTES_MAX, &bytes, &n);
-        if (rc == 0)
+        if (other && strcmp(copied_files[i], "tokenizer.json") == 0)
             continue;
-        if (rc > 0) {
-            rc = folder_write_file(e->temporary, copied_files[i], bytes, n);
-            free(bytes);
-        }
-        if (rc < 0)
-            return rc;
+        if (copy_file(e, c->model_folder, copied_files[i], copied_files[i]) < 0)
+            return -(int)error_kind_now();
     }
+    if (other && copy_tokenizer(e, c->tokenizer) < 0)
+        return -(int)error_kind_now();
     return copy_config(e, c);
 }
 

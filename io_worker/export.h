@@ -29,6 +29,7 @@ struct export;
 struct export_config {
     const struct model_layout *layout; /* outlives the export */
     const char *model_folder;          /* config.json and tokenizer files are copied from here */
+    const char *tokenizer; /* a file to be its tokenizer.json; NULL or "": the model folder's */
     const char *weights_folder; /* of the source's weights, for dtypes; NULL: random numbers */
     const char *out;            /* the folder to make; its parent is created when absent */
     /*

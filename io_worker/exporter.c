@@ -35,6 +35,7 @@ int exporter_begin(struct io *io, const char *out)
     struct export_config config = {
         .layout = io->layout,
         .model_folder = folder,
+        .tokenizer = io->plan->data.tokenizer_is_bytes ? NULL : plan_text_get(io->plan, io->plan->data.tokenizer),
         .weights_folder = io->plan->weights == PLAN_WEIGHTS_RANDOM ? NULL : folder,
         .out = out,
         .dtype = io->plan->checkpoint.export_dtype,

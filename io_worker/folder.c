@@ -13,6 +13,19 @@
 #include "procs/check.h"
 #include "procs/error.h"
 
+enum error_kind folder_error_kind(int error)
+{
+    int theirs = error == EACCES || error == EPERM || error == EROFS || error == ENOTDIR ||
+                 error == ENAMETOOLONG || error == ELOOP;
+    return theirs ? ERROR_USER : ERROR_FAILED;
+}
+
+static int is_folder(const char *path)
+{
+    struct stat there;
+    return stat(path, &there) == 0 && S_ISDIR(there.st_mode);
+}
+
 int folder_create(const char *folder)
 {
     char path[PATH_MAX];
@@ -24,10 +37,12 @@ int folder_create(const char *folder)
             continue;
         *p = '\0';
         if (mkdir(path, 0777) < 0 && errno != EEXIST)
-            return error_set(ERROR_FAILED, "cannot create the folder %s: %s", path,
+            return error_set(folder_error_kind(errno), "%s: cannot create the folder: %s", path,
                              strerror(errno));
         if (c == '\0')
-            return 0;
+            return is_folder(path) ? 0
+                                   : error_set(ERROR_USER, "%s: expected a folder, found a file",
+                                               path);
         *p = c;
     }
 }

@@ -7,7 +7,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Creates `path` and its parents where they are absent. -ERROR_USER (too long), -ERROR_FAILED. */
+#include "procs/error.h"
+
+/* Whose fault a failed open, mkdir or rename is: ERROR_USER where the path or its permissions are
+ * (EACCES, EROFS, ENOTDIR, ...), else ERROR_FAILED. */
+enum error_kind folder_error_kind(int error);
+
+/* Creates `path` and its parents where they are absent. -ERROR_USER: too long, not permitted, a file
+ * where a folder should be; else -ERROR_FAILED. */
 int folder_create(const char *path);
 
 /* The folder of a path, or of its parent: allocated, freed by the caller. "a" -> ".". */

@@ -31,9 +31,10 @@ _Static_assert(sizeof(struct page_entry) == PAGE_TABLE_ENTRY_BYTES, "page_table.
 
 static void tell(struct io *io, const char *text)
 {
-    size_t used = strlen(io->w->self->message);
-    if (*text)
-        (void)snprintf(io->w->self->message + used, sizeof io->w->self->message - used, "%s\n", text);
+    size_t used = strlen(io->w->self->message), n = strlen(text);
+    if (n)
+        (void)snprintf(io->w->self->message + used, sizeof io->w->self->message - used, "%s%s", text,
+                       text[n - 1] == '\n' ? "" : "\n");
 }
 
 int io_progress(void *context, enum store_activity activity, uint64_t done, uint64_t total)
@@ -133,6 +134,7 @@ static int adopt_engine(struct io *io)
         return -(int)error_kind_now();
     io->engine = store_engine(io->store); /* registering opens it anew */
     tell(io, store_notice(io->store));
+    log_line(LOG_INFO, "I/O engine: %s", engine_name(io->engine));
     return 0;
 }
 
@@ -167,7 +169,26 @@ static void first_facts(const struct io *io, struct commit_facts *facts)
 {
     memset(facts, 0, sizeof *facts);
     facts->seed = io->plan->seed;
+    data_fingerprint(io->data, facts->data_position + 1);
     memcpy(&facts->config, io->plan->bits_hash, sizeof facts->config);
+}
+
+/* A position counts in the data that the run was started with. */
+static int check_data(const struct io *io)
+{
+    uint64_t now[2];
+    const uint64_t *then = io->newest.facts.data_position + 1;
+    if (io->plan->mode != PLAN_TRAIN)
+        return 0;
+    data_fingerprint(io->data, now);
+    if (memcmp(then, now, sizeof now) == 0)
+        return 0;
+    (void)error_set(ERROR_USER,
+                    "[data] train: the contents of the files are not those the run was started with: expected "
+                    "fingerprint %016llx%016llx, found %016llx%016llx",
+                    (unsigned long long)then[1], (unsigned long long)then[0], (unsigned long long)now[1],
+                    (unsigned long long)now[0]);
+    return error_hint("restore the files, or start a new run in another run.output_dir");
 }
 
 /* Version 0 of one page: into slot 0 and, without reading it again, into WEIGHTS. */
@@ -318,7 +339,7 @@ static int recover(struct io *io)
 {
     uint64_t fell_back = 0;
     char text[160];
-    if (store_recover(io->store, &io->newest, io->committed, &fell_back) < 0)
+    if (store_recover(io->store, &io->newest, io->committed, &fell_back) < 0 || check_data(io) < 0)
         return -(int)error_kind_now();
     if (fell_back) {
         (void)snprintf(text, sizeof text, "commit %llu is damaged; resuming from the one before it",

@@ -541,9 +541,24 @@ static int set_paths(struct store *store)
     return 0;
 }
 
+static int check_directories(const struct store_options *options)
+{
+    CHECK(options->n_directories > 0);
+    if (options->n_directories > STORE_DIRECTORIES_MAX)
+        return error_set(ERROR_USER, "offload_dir: expected at most %d directories, found %u",
+                         STORE_DIRECTORIES_MAX, options->n_directories);
+    for (unsigned a = 0; a < options->n_directories; a++)
+        for (unsigned b = a + 1; b < options->n_directories; b++)
+            if (strcmp(options->directories[a], options->directories[b]) == 0)
+                return error_set(ERROR_USER, "offload_dir: %s: expected once, found twice",
+                                 options->directories[a]);
+    return 0;
+}
+
 int store_open(struct store **store, const struct store_options *options)
 {
-    CHECK(options->n_directories > 0 && options->n_directories <= STORE_DIRECTORIES_MAX);
+    if (check_directories(options) < 0)
+        return -(int)error_kind_now();
     CHECK(options->slots_per_page >= 2 && options->slots_per_page <= 3);
     struct store *s = calloc(1, sizeof *s);
     if (s == NULL)

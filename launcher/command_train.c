@@ -65,7 +65,7 @@ static int train(struct launcher *l, const struct supervisor_job *job)
     if (rc == 0)
         rc = supervisor_run(l, job);
     /* nothing of a run that could not even begin is left behind */
-    if ((rc == -ERROR_USER || rc == -ERROR_FIT) && !l->metrics)
+    if ((rc == -ERROR_USER || rc == -ERROR_FIT || rc == -ERROR_BUSY) && !l->metrics)
         run_dir_undo(&l->run);
     run_dir_close(&l->run);
     if (rc == 0 && !l->finished)

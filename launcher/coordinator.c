@@ -335,6 +335,12 @@ static void tell_samples(struct launcher *l, uint64_t step)
     }
 }
 
+/* Without validation data an evaluation is samples alone. */
+static int has_validation(const struct launcher *l)
+{
+    return l->config.data_validation.count > 0 || l->config.data_val_fraction > 0.0;
+}
+
 /* Evaluates the newest commit when that is due: 1 while it goes on. */
 static int evaluate(struct launcher *l)
 {
@@ -347,14 +353,17 @@ static int evaluate(struct launcher *l)
     uint64_t asked = fact(&s->orders->evaluate_request);
     if (!c->evaluating) {
         c->evaluating = 1;
-        order(l, &s->orders->evaluate_request, asked + 1);
-        return 1;
+        if (has_validation(l)) {
+            order(l, &s->orders->evaluate_request, asked + 1);
+            return 1;
+        }
     }
     if (fact(&s->gpu->evaluated) < asked)
         return 1;
     uint64_t drawn = fact(&s->orders->generate_request);
     if (c->evaluating == 1) {
-        tell_evaluation(l, step);
+        if (has_validation(l))
+            tell_evaluation(l, step);
         c->evaluating = 2;
         if (l->config.eval_sample_prompts.count) {
             order(l, &s->orders->generate_request, drawn + 1);

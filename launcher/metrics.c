@@ -32,7 +32,8 @@ static uint64_t line_step(const char *line)
 static uint64_t evaluation_step(const char *line)
 {
     unsigned long long step;
-    const char *at = strncmp(line, "{\"event\": \"eval\"", 16) == 0 ? strstr(line, "\"step\": ") : NULL;
+    int tells = strncmp(line, "{\"event\": \"eval\"", 16) == 0 || strncmp(line, "{\"event\": \"sample\"", 18) == 0;
+    const char *at = tells ? strstr(line, "\"step\": ") : NULL;
     return at && sscanf(at, "\"step\": %llu", &step) == 1 ? step : 0;
 }
 

@@ -17,7 +17,7 @@ struct metrics;
 int metrics_open(struct metrics **metrics, const char *directory, uint64_t committed);
 void metrics_close(struct metrics *metrics);
 
-/* The newest step that an `eval` event in the file speaks of; 0 without one. */
+/* The newest step that an `eval` or `sample` event in the file speaks of; 0 without one. */
 uint64_t metrics_last_evaluation(const struct metrics *metrics);
 
 /* Appends one line, `json` without newline, and makes it durable when `durable`. */

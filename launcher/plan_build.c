@@ -10,6 +10,7 @@
 #include "launcher/machine.h"
 #include "launcher/size.h"
 #include "model/tokenizer_bytes.h"
+#include "model/tokenizer_file.h"
 #include "model/visits.h"
 #include "procs/error.h"
 
@@ -30,21 +31,39 @@ static uint64_t power_of_two(uint64_t n)
     return p;
 }
 
+static int tokenizer_is_bytes(const struct config *c)
+{
+    return strcmp(c->model_tokenizer, "bytes") == 0;
+}
+
+/* Can the model take every id that its tokenizer makes? A folder without one has only token shards. */
+static int check_tokenizer(const struct config *c, const struct model_config *model)
+{
+    char path[LAUNCHER_PATH_BYTES];
+    if (tokenizer_is_bytes(c))
+        return 0;
+    if (*c->model_tokenizer)
+        return tokenizer_file_check(c->model_tokenizer, model->vocab_size) < 0
+                   ? error_wrap("[model] tokenizer")
+                   : 0;
+    (void)snprintf(path, sizeof path, "%s/tokenizer.json", c->model_path);
+    return access(path, F_OK) < 0 ? 0 : tokenizer_file_check(path, model->vocab_size);
+}
+
 int plan_load_model(const struct config *config, struct model_layout *layout)
 {
     struct model_config model;
-    if (model_config_load(&model, config->model_path) < 0 ||
+    if (access(config->model_path, F_OK) < 0) {
+        (void)error_set(ERROR_USER, "[model] path: %s: %s", config->model_path, strerror(errno));
+        return error_hint("expected a Hugging Face folder with config.json; a relative path is relative to the run file");
+    }
+    if (model_config_load(&model, config->model_path) < 0 || check_tokenizer(config, &model) < 0 ||
         model_layout_init(layout, &model, config->memory_page_elements) < 0)
         return -(int)error_kind_now();
     return 0;
 }
 
 /* -- tokens -- */
-
-static int tokenizer_is_bytes(const struct config *c)
-{
-    return strcmp(c->model_tokenizer, "bytes") == 0;
-}
 
 static int check_model(const struct config *c, const struct model_layout *layout)
 {
@@ -66,9 +85,6 @@ static int check_model(const struct config *c, const struct model_layout *layout
     if (c->eval_sample_prompts.count && !tokenizer_is_bytes(c))
         return error_set(ERROR_USER, "[eval] sample_prompts: this build samples text with tokenizer = "
                                      "\"bytes\" only");
-    if (c->eval_interval && !c->data_validation.count && !(c->data_val_fraction > 0.0))
-        return error_set(ERROR_USER, "[eval] interval = %llu, but neither data.validation nor "
-                         "data.val_fraction says on what", (unsigned long long)c->eval_interval);
     return 0;
 }
 

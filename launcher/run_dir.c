@@ -25,6 +25,7 @@ static int file_in(const struct run_dir *run, const char *name, char *out)
 static int make_directories(const char *path, int *created)
 {
     char part[LAUNCHER_PATH_BYTES];
+    struct stat there;
     size_t n = strlen(path);
     *created = 0;
     if (n >= sizeof part)
@@ -39,6 +40,8 @@ static int make_directories(const char *path, int *created)
             *created = last;
         else if (errno != EEXIST)
             return error_set(ERROR_USER, "%s: cannot create: %s", part, strerror(errno));
+        else if (last && (stat(part, &there) < 0 || !S_ISDIR(there.st_mode)))
+            return error_set(ERROR_USER, "%s: expected a directory, found a file", part);
         if (last)
             return 0;
         *p = '/';

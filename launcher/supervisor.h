@@ -22,7 +22,8 @@
 enum {
     SUPERVISOR_ALIKE_MAX = 3,
     SUPERVISOR_DEATHS_MAX = 10,
-    SUPERVISOR_SILENCE_S = 600,
+    SUPERVISOR_SILENCE_S = 600, /* MTLAUNCH_SILENCE_S sets another, for tests */
+    SUPERVISOR_ABORT_S = 5,     /* from SIGABRT to SIGKILL */
     SUPERVISOR_GRACE_MS = 1000, /* all are gone within 2 s of a signal */
 };
 

@@ -163,9 +163,9 @@ static int check_distinct(struct safetensors_writer *w)
 static void cut_shards(struct safetensors_writer *w)
 {
     for (uint64_t i = 0; i < w->n_entries; i++) {
-        struct shard *shard = w->n_shards > 0 ? &w->shards[w->n_shards - 1] : NULL;
+        struct shard *shard = &w->shards[w->n_shards > 0 ? w->n_shards - 1 : 0];
         uint64_t bytes = w->entries[i].t.bytes;
-        if (!shard || shard->data_bytes > w->shard_bytes_max ||
+        if (w->n_shards == 0 || shard->data_bytes > w->shard_bytes_max ||
             bytes > w->shard_bytes_max - shard->data_bytes) {
             shard = &w->shards[w->n_shards++];
             *shard = (struct shard){.first = i};

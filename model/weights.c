@@ -46,7 +46,8 @@ static int check_present(const struct model_tensor *tensor, const struct safeten
 {
     struct safetensors_tensor found;
     if (safetensors_find(st, tensor->name, &found) < 0) {
-        error_set(ERROR_USER, "tensor %s: expected in the checkpoint, found nowhere", tensor->name);
+        error_set(ERROR_USER, "%s: tensor %s: expected in the weights, found nowhere",
+                  safetensors_file_path(st, 0), tensor->name);
         if (tensor->role == MODEL_HEAD)
             return error_hint("if the head is the embedding, config.json needs "
                               "\"tie_word_embeddings\": true");

@@ -4,6 +4,7 @@
 #include "procs/error.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -22,10 +23,11 @@ static const char action_list[] = FAULT_ACTIONS(X);
 _Static_assert(sizeof fault_names / sizeof fault_names[0] == FAULT_COUNT, "each has a name");
 _Static_assert(sizeof action_names / sizeof action_names[0] == FAULT_ACTION_COUNT, "likewise");
 
-static const char variable[] = "MTLAUNCH_FAULT";
+static const char variable[] = "MTLAUNCH_FAULT", once_variable[] = "MTLAUNCH_FAULT_ONCE";
 
 enum fault fault_armed = FAULT_COUNT;
 static struct fault_spec armed;
+static const char *once_path;     /* NULL: acts in every process */
 static _Atomic uint64_t arrivals; /* a fault point may lie in any thread */
 
 const char *fault_name(enum fault fault)
@@ -103,9 +105,10 @@ void fault_disarm(void)
 
 int fault_arm_from_environment(void)
 {
-    const char *text = getenv(variable);
+    const char *text = getenv(variable), *once = getenv(once_variable);
     if (!text || !*text)
         return 0;
+    once_path = once && *once ? once : NULL;
     struct fault_spec spec;
     int rc = fault_parse(text, &spec);
     if (rc == 0)
@@ -140,6 +143,9 @@ static void act(enum fault_action action)
         abort();
     case FAULT_ACTION_exit0:
         _exit(0);
+    case FAULT_ACTION_check:
+        CHECK(!"a fault point asked for this");
+        break;
     case FAULT_ACTION_hang:
     case FAULT_ACTION_COUNT:
         break;
@@ -148,9 +154,22 @@ static void act(enum fault_action action)
         (void)pause(); /* a signal may arrive; nothing may go on */
 }
 
+/* Whether this is the first process that comes here; without MTLAUNCH_FAULT_ONCE each is. */
+static int is_first(void)
+{
+    if (!once_path)
+        return 1;
+    int fd = open(once_path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (fd < 0)
+        return 0;
+    (void)close(fd); /* an empty file: that it exists is all */
+    return 1;
+}
+
 void fault_arrived(void)
 {
-    if (atomic_fetch_add_explicit(&arrivals, 1, memory_order_relaxed) + 1 != armed.nth)
+    if (atomic_fetch_add_explicit(&arrivals, 1, memory_order_relaxed) + 1 != armed.nth ||
+        !is_first())
         return;
     (void)dprintf(STDERR_FILENO, "fault point %s: %s at arrival %llu\n", fault_name(armed.fault),
                   fault_action_name(armed.action), (unsigned long long)armed.nth);

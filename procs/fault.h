@@ -4,6 +4,10 @@
  *     MTLAUNCH_FAULT="io_before_record:kill"       at the first arrival, SIGKILL
  *     MTLAUNCH_FAULT="opt_mid_apply:stop:3"        at the third arrival, SIGSTOP
  *
+ * A process that is started again arms its fault again. With MTLAUNCH_FAULT_ONCE=<path> the fault
+ * acts only if that file does not exist and can be created: once in all processes and starts that
+ * share it.
+ *
  * They are in every build, so that what is tested is what is shipped. Not armed, a fault point is
  * one load and one branch. The name says which role passes it and what has or has not happened by
  * then.
@@ -35,6 +39,7 @@ enum fault { FAULT_POINTS(X) FAULT_COUNT };
     X(segv, "SIGSEGV with its default action")                                                     \
     X(abort, "abort()")                                                                            \
     X(exit0, "_exit(0): a clean status where none is due")                                         \
+    X(check, "a CHECK that fails: last words and abort()")                                         \
     X(hang, "sleeps for ever, alive and without a heartbeat")
 
 #define X(name, sentence) FAULT_ACTION_##name,
@@ -50,7 +55,8 @@ struct fault_spec {
 /* Parses "name:action[:nth]". 0, or ERROR_USER naming what is unknown and what there is. */
 int fault_parse(const char *text, struct fault_spec *spec);
 
-/* Arms from MTLAUNCH_FAULT. Called once at process start. 0 (also if unset), or ERROR_USER. */
+/* Arms from MTLAUNCH_FAULT and MTLAUNCH_FAULT_ONCE. Called once at process start. 0 (also if
+ * unset), or ERROR_USER. */
 int fault_arm_from_environment(void);
 
 void fault_arm(const struct fault_spec *spec);

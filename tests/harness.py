@@ -106,6 +106,63 @@ def write_model(directory, **changes):
     return directory
 
 
+def tensor_shapes(config):
+    """{name: shape} of a Llama of llama_config()."""
+    c = config
+    hidden, inner, d = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+    q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
+    shapes = {"model.embed_tokens.weight": (c["vocab_size"], hidden)}
+    for i in range(c["num_hidden_layers"]):
+        block = {"input_layernorm": (hidden,), "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden),
+                 "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q),
+                 "post_attention_layernorm": (hidden,), "mlp.gate_proj": (inner, hidden),
+                 "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+        shapes.update({"model.layers.%d.%s.weight" % (i, name): shape for name, shape in block.items()})
+    shapes["model.norm.weight"] = (hidden,)
+    if not c["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (c["vocab_size"], hidden)
+    return shapes
+
+
+def pack(dtype, values):
+    """The bytes of floats as F32, BF16 (rounded toward zero) or F16."""
+    if dtype == "F16":
+        return struct.pack("<%de" % len(values), *values)
+    data = array.array("f", values).tobytes()
+    return data if dtype == "F32" else b"".join(data[i + 2:i + 4] for i in range(0, len(data), 4))
+
+
+def make_weights(config, dtype="F32", seed=7):
+    """{name: (dtype, shape, bytes)}: norms near 1, the rest small. dtype may be a function of the name."""
+    rng, tensors = random.Random(seed), {}
+    for name, shape in tensor_shapes(config).items():
+        n = shape[0] * (shape[1] if len(shape) > 1 else 1)
+        kind = dtype(name) if callable(dtype) else dtype
+        if "norm" in name:
+            values = [1.0 + 0.1 * (rng.random() - 0.5) for _ in range(n)]
+        else:
+            values = [0.17 * (rng.random() - 0.5) for _ in range(n)]
+        tensors[name] = (kind, shape, pack(kind, values))
+    return tensors
+
+
+def write_pretrained(directory, tensors, shards=1, **changes):
+    """A Hugging Face folder: config.json and weights, in one file or in several with an index."""
+    write_model(directory, **changes)
+    if shards == 1:
+        write_safetensors(os.path.join(directory, "model.safetensors"), tensors)
+        return directory
+    names, index = list(tensors), {}
+    for i in range(shards):
+        part = names[i * len(names) // shards:(i + 1) * len(names) // shards]
+        file = "model-%05d-of-%05d.safetensors" % (i + 1, shards)
+        write_safetensors(os.path.join(directory, file), {n: tensors[n] for n in part})
+        index.update({n: file for n in part})
+    with open(os.path.join(directory, "model.safetensors.index.json"), "w") as f:
+        json.dump({"metadata": {"total_size": sum(len(t[2]) for t in tensors.values())}, "weight_map": index}, f)
+    return directory
+
+
 def text_of(n_bytes, seed=1):
     """Text with some structure, so that a loss can fall: words by a skewed choice, sentences."""
     rng = random.Random(seed)
@@ -243,22 +300,21 @@ def tiny_sections(output_dir, model, data):
     }
 
 
-def tiny_run(directory, name="run", model=None, data=None, **changes):
+def tiny_run(directory, name="run", hf=None, file=None, **changes):
     """A Run on the tiny model. changes: section={key: value}; a value of None removes the key.
 
-    model is a folder, or a dict of changes of llama_config(); several runs of one directory share the
-    data file.
+    hf is a model folder, or a dict of changes of llama_config() for a folder with a config.json only; file
+    is the training file. By default both are made, and shared by the runs of one directory.
     """
-    if not isinstance(model, str):
-        changes_of_model = model or {}
-        tag = hashlib.sha256(repr(sorted(changes_of_model.items())).encode()).hexdigest()[:8]
-        model = write_model(os.path.join(directory, "model-" + tag), **changes_of_model)
-    if data is None:
-        data = os.path.join(directory, "train.txt")
-        if not os.path.exists(data):
-            write_text(data)
+    if not isinstance(hf, str):
+        tag = hashlib.sha256(repr(sorted((hf or {}).items())).encode()).hexdigest()[:8]
+        hf = write_model(os.path.join(directory, "model-" + tag), **(hf or {}))
+    if file is None:
+        file = os.path.join(directory, "train.txt")
+        if not os.path.exists(file):
+            write_text(file)
     output_dir = os.path.join(directory, name)
-    sections = tiny_sections(output_dir, model, data)
+    sections = tiny_sections(output_dir, hf, file)
     for section, keys in changes.items():
         sections.setdefault(section, {}).update(keys)
     return Run(write_run_file(os.path.join(directory, name + ".toml"), sections), output_dir, sections)

@@ -9,8 +9,8 @@ A test program is a C program of tests/<kind>/test_*.c or a Python file tests/<k
 runs alone in the repository root and prints one line per test: `ok NAME`, `not ok NAME: why` or
 `skip NAME: why` (C programs: TAP, which cmocka writes). It ends with a status other than 0 if
 anything failed. A program that dies, hangs, reports fewer tests than it announced or none at all is
-a failure too. Each one gets a TMPDIR of its own, removed afterwards, and MTLAUNCH, the launcher to
-test.
+a failure too. Each one gets MTLAUNCH, the launcher to test, and a TMPDIR of its own, which is
+removed unless something failed.
 
 The last line is `N passed, M failed`, with `, K skipped` behind it if any were.
 """
@@ -137,16 +137,13 @@ class Runner:
         """One test program. Prints its summary line, and all it said if something failed."""
         outcome = Outcome()
         started = time.monotonic()
-        tmp = tempfile.mkdtemp(prefix="mt-")
+        tmp = tempfile.mkdtemp(prefix="mt-")  # short: sockets may live below it
 
         def on_line(line):
             if outcome.read_line(line) or (self.verbose and LINE.match(line)):
                 print("    %s" % line, flush=True)
 
-        try:
-            lines, ending = self.output_of(command, dict(env, TMPDIR=tmp), seconds_max, on_line)
-        finally:
-            shutil.rmtree(tmp, ignore_errors=True)
+        lines, ending = self.output_of(command, dict(env, TMPDIR=tmp), seconds_max, on_line)
         if ending and (not outcome.failed or not ending.startswith("exit")):
             outcome.failed.append("%s: %s" % (name, ending))
         elif not outcome.count():
@@ -157,6 +154,9 @@ class Runner:
         report = "  %-44s %s, %.1f s" % (name, outcome.text(), time.monotonic() - started)
         if outcome.failed:
             report += "\n" + "".join("  | " + line for line in lines[-400:])
+            report += "  TMPDIR is kept: %s" % tmp
+        else:
+            shutil.rmtree(tmp, ignore_errors=True)
         print(report, flush=True)
         return outcome
 
@@ -203,11 +203,23 @@ def c_programs(runner, build, kinds):
     return outcome
 
 
-def python_programs(runner, kind, build="release", pattern="test_*.py"):
+def python_program(runner, build, path, *arguments):
+    name = " ".join((path[len("tests/"):-len(".py")],) + arguments)
+    return runner.program(name, [sys.executable, "-u", path] + list(arguments),
+                          program_env(build), SECONDS_MAX["py"])
+
+
+def python_programs(runner, kind):
     outcome = Outcome()
-    for path in sorted(glob.glob("tests/%s/%s" % (kind, pattern), root_dir=ROOT)):
-        outcome.add(runner.program(path[len("tests/"):-len(".py")], [sys.executable, "-u", path],
-                                   program_env(build), SECONDS_MAX["py"]))
+    for path in sorted(glob.glob("tests/%s/test_*.py" % kind, root_dir=ROOT)):
+        outcome.add(python_program(runner, "release", path))
+    return outcome
+
+
+def one_run_and_one_kill(runner, build):
+    outcome = python_program(runner, build, "tests/step/test_equality.py", "--only=a_second_run")
+    outcome.add(python_program(runner, build, "tests/kill/test_kill.py", "--count", "1",
+                               "--only=random_kills"))
     return outcome
 
 
@@ -219,6 +231,10 @@ def part_unit(runner):
     return c_programs(runner, "release", KINDS_C)
 
 
+def part_check(runner):
+    return one_run_and_one_kill(runner, "release")
+
+
 def part_format(runner):
     return runner.make("clang-format", ["format-check"])
 
@@ -228,7 +244,13 @@ def part_cppcheck(runner):
 
 
 def part_sanitize(runner):
-    return c_programs(runner, "address-undefined", KINDS_C)
+    """The C programs and a whole run under ASan and UBSan."""
+    outcome = c_programs(runner, "address-undefined", KINDS_C)
+    built = runner.make("build the pipeline", ["-j%d" % CORES, "SANITIZE=address,undefined", "all"])
+    outcome.add(built)
+    if not built.failed:
+        outcome.add(one_run_and_one_kill(runner, "address-undefined"))
+    return outcome
 
 
 def part_tsan(runner):
@@ -263,6 +285,7 @@ PARTS = {
     "kill": part_kill,
     "tidy": part_tidy,
 }
+PARTS_ON_REQUEST = {"check": part_check}  # a piece of step and kill; see `make check`
 
 
 def run(runner, names):
@@ -270,7 +293,7 @@ def run(runner, names):
     for name in names:
         print("== %s" % name, flush=True)
         started = time.monotonic()
-        outcome = PARTS[name](runner)
+        outcome = (PARTS.get(name) or PARTS_ON_REQUEST[name])(runner)
         total.add(outcome)
         minutes.append((name, (time.monotonic() - started) / 60, outcome))
         if name == "build" and outcome.failed:
@@ -290,9 +313,10 @@ def run(runner, names):
 def main():
     names = [a for a in sys.argv[1:] if not a.startswith("-")]
     options = [a for a in sys.argv[1:] if a.startswith("-")]
-    unknown = [n for n in names if n not in PARTS] + [o for o in options if o != "--verbose"]
+    known = list(PARTS) + list(PARTS_ON_REQUEST)
+    unknown = [n for n in names if n not in known] + [o for o in options if o != "--verbose"]
     if unknown:
-        print("%s\nparts: %s\nunknown: %s" % (__doc__, " ".join(PARTS), " ".join(unknown)))
+        print("%s\nparts: %s\nunknown: %s" % (__doc__, " ".join(known), " ".join(unknown)))
         return 2
     runner = Runner("--verbose" in options)
     try:

@@ -46,7 +46,7 @@ void cpu_zero(struct device *, void *, uint64_t bytes);
 void cpu_embedding_forward(struct device *, compute_t *, const compute_t *, const int32_t *,
                            uint64_t rows, uint64_t width);
 void cpu_embedding_backward(struct device *, float *, const compute_t *, const int32_t *,
-                            uint64_t rows, uint64_t width);
+                            int64_t skipped_token, uint64_t rows, uint64_t width);
 void cpu_silu_multiply_forward(struct device *, compute_t *, const compute_t *, const compute_t *,
                                uint64_t);
 void cpu_silu_multiply_backward(struct device *, const struct device_silu_backward *, uint64_t);

@@ -206,6 +206,7 @@ struct embedding {
     const float *from;
     const int32_t *tokens;
     uint64_t rows, width;
+    int64_t skipped_token; /* backward: -1 none */
 };
 
 static void embedding_forward_item(void *context, uint64_t item, uint32_t thread)
@@ -221,7 +222,7 @@ static void embedding_forward_item(void *context, uint64_t item, uint32_t thread
 void cpu_embedding_forward(struct device *device, compute_t *x, const compute_t *table,
                            const int32_t *tokens, uint64_t rows, uint64_t width)
 {
-    struct embedding e = {cpu_floats(x), cpu_const_floats(table), tokens, rows, width};
+    struct embedding e = {cpu_floats(x), cpu_const_floats(table), tokens, rows, width, -1};
     threads_run(cpu_of(device)->threads, items_of(rows, ROWS_PER_ITEM), embedding_forward_item, &e);
 }
 
@@ -232,6 +233,8 @@ static void embedding_backward_item(void *context, uint64_t item, uint32_t threa
     const struct embedding *e = context;
     uint64_t start = item * COLUMNS_PER_ITEM, end = least(start + COLUMNS_PER_ITEM, e->width);
     for (uint64_t row = 0; row < e->rows; row++) {
+        if (e->tokens[row] == e->skipped_token)
+            continue;
         float *to = e->to + (uint64_t)e->tokens[row] * e->width;
         const float *from = e->from + row * e->width;
         for (uint64_t i = start; i < end; i += LANES)
@@ -241,9 +244,10 @@ static void embedding_backward_item(void *context, uint64_t item, uint32_t threa
 }
 
 void cpu_embedding_backward(struct device *device, float *dtable, const compute_t *dx,
-                            const int32_t *tokens, uint64_t rows, uint64_t width)
+                            const int32_t *tokens, int64_t skipped_token, uint64_t rows,
+                            uint64_t width)
 {
-    struct embedding e = {dtable, cpu_const_floats(dx), tokens, rows, width};
+    struct embedding e = {dtable, cpu_const_floats(dx), tokens, rows, width, skipped_token};
     threads_run(cpu_of(device)->threads, items_of(width, COLUMNS_PER_ITEM), embedding_backward_item,
                 &e);
 }

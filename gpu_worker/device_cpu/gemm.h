@@ -38,7 +38,7 @@ struct gemm {
 /* Loads OpenBLAS once per process. Errors: ERROR_FAILED with what to install. */
 int gemm_load(void);
 
-/* "OpenBLAS 0.3.21 SkylakeX tiles 256x384", for the lineage. Needs gemm_load(). */
+/* "OpenBLAS 0.3.21 SkylakeX tiles 1", for the lineage. Needs gemm_load(). */
 const char *gemm_lineage(void);
 
 /* One single-threaded product in the calling thread, no epilogue; for tiles inside other work. */

@@ -283,7 +283,7 @@ static void a_cache_directory_that_cannot_be_made_is_named(void **state)
     char path[160];
     snprintf(path, sizeof path, "%s/below", train[0]);
     c.cache_dir = path;
-    fixture_refused(&c, ERROR_FAILED, "cannot create the folder", "a.txt");
+    fixture_refused(&c, ERROR_USER, "cannot create the folder", "a.txt");
 }
 
 #define TEST(f) cmocka_unit_test_setup_teardown(f, fixture_setup, fixture_teardown)

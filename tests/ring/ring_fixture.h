@@ -35,7 +35,8 @@ struct fixture {
 static inline void fixture_layout(struct fixture *f)
 {
     static const char json[] =
-        "{\"architectures\": [\"LlamaForCausalLM\"], \"model_type\": \"llama\", \"hidden_size\": 64,"
+        "{\"architectures\": [\"LlamaForCausalLM\"], \"model_type\": \"llama\", \"hidden_size\": "
+        "64,"
         " \"intermediate_size\": 160, \"num_hidden_layers\": 2, \"num_attention_heads\": 4,"
         " \"num_key_value_heads\": 2, \"vocab_size\": 300, \"max_position_embeddings\": 128}";
     if (model_config_parse(&f->at.plan.model, json, sizeof json - 1, "fixture") < 0 ||

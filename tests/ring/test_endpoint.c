@@ -60,7 +60,8 @@ static struct pair open_pair(void)
     struct pair p;
     struct message m = text_message(MESSAGE_HELLO, 0, "");
     char from[MESSAGE_PEER_BYTES];
-    if (endpoint_bind(&p.launcher, address) < 0 || endpoint_connect(&p.worker, address, "gpu_worker.0") < 0)
+    if (endpoint_bind(&p.launcher, address) < 0 ||
+        endpoint_connect(&p.worker, address, "gpu_worker.0") < 0)
         fail_msg("%s", error_text());
     assert_int_equal(endpoint_send(p.worker, NULL, &m), 0);
     assert_true(receive_within(p.launcher, from, &m, 5000));
@@ -255,7 +256,8 @@ static void a_long_name_is_cut_and_harms_nothing(void **state)
         assert_int_equal(endpoint_connect(&e, address, name), 0);
         assert_int_equal(endpoint_send(e, NULL, &m), 0);
         assert_true(receive_within(launcher, from, &m, 5000));
-        assert_int_equal(strlen(from), length < MESSAGE_PEER_BYTES ? length : MESSAGE_PEER_BYTES - 1);
+        assert_int_equal(strlen(from),
+                         length < MESSAGE_PEER_BYTES ? length : MESSAGE_PEER_BYTES - 1);
         assert_int_equal(from[MESSAGE_PEER_BYTES], 0x5a);
         endpoint_close(e);
         name[length] = 'n';

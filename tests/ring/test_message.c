@@ -132,29 +132,66 @@ static void an_oversized_message_is_refused(void **state)
 
 /* -- fields of a wrong type -- */
 
-enum odd { ODD_NONE, ODD_NIL, ODD_TRUE, ODD_NEGATIVE, ODD_FLOAT, ODD_BIN, ODD_ARRAY, ODD_MAP, ODD_EXT,
-           ODD_LONG_TEXT, ODD_NUMBER, ODD_TEXT, ODD_HUGE, ODD_COUNT };
+enum odd {
+    ODD_NONE,
+    ODD_NIL,
+    ODD_TRUE,
+    ODD_NEGATIVE,
+    ODD_FLOAT,
+    ODD_BIN,
+    ODD_ARRAY,
+    ODD_MAP,
+    ODD_EXT,
+    ODD_LONG_TEXT,
+    ODD_NUMBER,
+    ODD_TEXT,
+    ODD_HUGE,
+    ODD_COUNT
+};
 
 static void pack_odd(msgpack_packer *p, enum odd odd)
 {
     static const char text[MESSAGE_TEXT_BYTES];
     switch (odd) {
-    case ODD_NIL: (void)msgpack_pack_nil(p); break;
-    case ODD_TRUE: (void)msgpack_pack_true(p); break;
-    case ODD_NEGATIVE: (void)msgpack_pack_int(p, -1); break;
-    case ODD_FLOAT: (void)msgpack_pack_double(p, 1.0); break;
-    case ODD_BIN: (void)msgpack_pack_bin(p, 1), (void)msgpack_pack_bin_body(p, "a", 1); break;
-    case ODD_ARRAY: (void)msgpack_pack_array(p, 1), (void)msgpack_pack_nil(p); break;
-    case ODD_MAP: (void)msgpack_pack_map(p, 0); break;
-    case ODD_EXT: (void)msgpack_pack_ext(p, 1, 1), (void)msgpack_pack_ext_body(p, "a", 1); break;
+    case ODD_NIL:
+        (void)msgpack_pack_nil(p);
+        break;
+    case ODD_TRUE:
+        (void)msgpack_pack_true(p);
+        break;
+    case ODD_NEGATIVE:
+        (void)msgpack_pack_int(p, -1);
+        break;
+    case ODD_FLOAT:
+        (void)msgpack_pack_double(p, 1.0);
+        break;
+    case ODD_BIN:
+        (void)msgpack_pack_bin(p, 1), (void)msgpack_pack_bin_body(p, "a", 1);
+        break;
+    case ODD_ARRAY:
+        (void)msgpack_pack_array(p, 1), (void)msgpack_pack_nil(p);
+        break;
+    case ODD_MAP:
+        (void)msgpack_pack_map(p, 0);
+        break;
+    case ODD_EXT:
+        (void)msgpack_pack_ext(p, 1, 1), (void)msgpack_pack_ext_body(p, "a", 1);
+        break;
     case ODD_LONG_TEXT:
         (void)msgpack_pack_str(p, sizeof text), (void)msgpack_pack_str_body(p, text, sizeof text);
         break;
-    case ODD_NUMBER: (void)msgpack_pack_uint8(p, 1); break;
-    case ODD_TEXT: (void)msgpack_pack_str(p, 1), (void)msgpack_pack_str_body(p, "a", 1); break;
-    case ODD_HUGE: (void)msgpack_pack_uint64(p, UINT64_MAX); break;
+    case ODD_NUMBER:
+        (void)msgpack_pack_uint8(p, 1);
+        break;
+    case ODD_TEXT:
+        (void)msgpack_pack_str(p, 1), (void)msgpack_pack_str_body(p, "a", 1);
+        break;
+    case ODD_HUGE:
+        (void)msgpack_pack_uint64(p, UINT64_MAX);
+        break;
     case ODD_NONE:
-    case ODD_COUNT: break;
+    case ODD_COUNT:
+        break;
     }
 }
 
@@ -288,8 +325,9 @@ static void only_the_listed_senders_may_send(void **state)
     (void)state;
     static const char roles[] = "wlc";
     static const char *const allowed[MESSAGE_COUNT] = {
-        [MESSAGE_HELLO] = "wl", [MESSAGE_READY] = "wl",    [MESSAGE_FACT] = "wl", [MESSAGE_FAILED] = "wl",
-        [MESSAGE_DOORBELL] = "wl", [MESSAGE_WAKE] = "lw", [MESSAGE_STOP] = "cl", [MESSAGE_STOPPING] = "lc"};
+        [MESSAGE_HELLO] = "wl",  [MESSAGE_READY] = "wl",    [MESSAGE_FACT] = "wl",
+        [MESSAGE_FAILED] = "wl", [MESSAGE_DOORBELL] = "wl", [MESSAGE_WAKE] = "lw",
+        [MESSAGE_STOP] = "cl",   [MESSAGE_STOPPING] = "lc"};
     for (int type = 0; type < MESSAGE_COUNT; type++)
         for (int s = 0; s < 3; s++)
             for (int r = 0; r < 3; r++)

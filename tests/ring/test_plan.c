@@ -94,7 +94,8 @@ struct span {
     uint64_t from, to;
 };
 
-static uint64_t add_spans(struct span *spans, uint64_t n, const struct plan_region *at, uint64_t want)
+static uint64_t add_spans(struct span *spans, uint64_t n, const struct plan_region *at,
+                          uint64_t want)
 {
     assert_int_equal(at->offset % 4096, 0);
     assert_int_equal(at->stride % 4096, 0);
@@ -116,15 +117,22 @@ static uint64_t wanted_bytes(int region)
 {
     const struct plan *plan = &f.at.plan;
     switch (region) {
-    case REGION_PLAN: return plan->bytes;
-    case REGION_LAUNCHER_CONTROL: return sizeof(struct launcher_control);
+    case REGION_PLAN:
+        return plan->bytes;
+    case REGION_LAUNCHER_CONTROL:
+        return sizeof(struct launcher_control);
     case REGION_IO_CONTROL:
     case REGION_GPU_CONTROL:
-    case REGION_OPT_CONTROL: return sizeof(struct worker_control);
-    case REGION_PAGE_TABLE: return 3 * 128 * f.layout.n_pages;
-    case REGION_GENERATED: return 16 + 8 * plan->generate.prompts.count;
-    case REGION_NORM: return 0; /* its own test */
-    default: return plan->pools[region].stride * plan->pools[region].frames;
+    case REGION_OPT_CONTROL:
+        return sizeof(struct worker_control);
+    case REGION_PAGE_TABLE:
+        return 3 * 128 * f.layout.n_pages;
+    case REGION_GENERATED:
+        return 16 + 8 * plan->generate.prompts.count;
+    case REGION_NORM:
+        return 0; /* its own test */
+    default:
+        return plan->pools[region].stride * plan->pools[region].frames;
     }
 }
 
@@ -135,7 +143,8 @@ static void expect_no_overlap(uint32_t opt_workers)
     uint64_t n = 0;
     fixture_init(&f, opt_workers);
     for (int r = 0; r < REGION_COUNT; r++) {
-        assert_int_equal(plan->regions[r].instances, topology_regions[r].per_worker ? opt_workers : 1);
+        assert_int_equal(plan->regions[r].instances,
+                         topology_regions[r].per_worker ? opt_workers : 1);
         n = add_spans(spans, n, &plan->regions[r], opt_workers ? wanted_bytes(r) : 0);
     }
     for (int r = 0; r < RING_COUNT; r++) {
@@ -168,7 +177,9 @@ static void the_norm_region_holds_every_page_of_its_worker(void **state)
 {
     (void)state;
     for (uint32_t workers = 1; workers <= 9; workers++) {
-        fixture_init(&f, workers);
+        fixture_fill(&f, workers);
+        f.layout.n_pages = 256 * workers + 1; /* one entry more than fills a page of memory */
+        plan_place_regions(&f.at.plan, &f.layout);
         for (uint64_t p = 0; p < f.layout.n_pages; p++)
             assert_true((topology_page_rank(p, workers) + 1) * sizeof(struct norm_entry) <=
                         f.at.plan.regions[REGION_NORM].stride);
@@ -224,7 +235,8 @@ static void the_launcher_maps_no_payload(void **state)
         assert_int_equal(topology_regions[r].access[ROLE_LAUNCHER][0] == '-', fixture_is_pool(r));
 }
 
-/* The lender writes the frame (io writes what it reads from disk), the borrower can at least read it. */
+/* The lender writes the frame (io writes what it reads from disk), the borrower can at least read
+ * it. */
 static void both_ends_of_a_ring_map_its_pool(void **state)
 {
     (void)state;

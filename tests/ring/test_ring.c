@@ -1,4 +1,5 @@
-/* The ring: order, bounds, the hand-over of payload between threads and processes, damage refused. */
+/* The ring: order, bounds, the hand-over of payload between threads and processes, damage refused.
+ */
 #include "ipc/ring.h"
 
 #include "tests/ring/ring_fixture.h"
@@ -40,8 +41,9 @@ static struct bench bench_open(void)
     unsigned char *at = b.memory;
     ring_place(&b.lend, &at);
     ring_place(&b.give_back, &at);
-    b.frames = (uint64_t (*)[FRAME_WORDS])(void *)at;
-    assert_true((uint64_t)(at - (unsigned char *)b.memory) + sizeof b.frames[0] * FRAMES <= b.bytes);
+    b.frames = (uint64_t(*)[FRAME_WORDS])(void *)at;
+    assert_true((uint64_t)(at - (unsigned char *)b.memory) + sizeof b.frames[0] * FRAMES <=
+                b.bytes);
     return b;
 }
 

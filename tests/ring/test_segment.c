@@ -179,8 +179,8 @@ static uint64_t read_maps(int fd, unsigned char access[PAGES_MAX])
     if (!maps || fstat(fd, &st) < 0)
         return UINT64_MAX;
     while (fgets(line, sizeof line, maps)) {
-        if (sscanf(line, "%" SCNx64 "-%" SCNx64 " %7s %" SCNx64 " %*s %" SCNu64, &from, &to, perms, &offset,
-                   &inode) != 5 ||
+        if (sscanf(line, "%" SCNx64 "-%" SCNx64 " %7s %" SCNx64 " %*s %" SCNu64, &from, &to, perms,
+                   &offset, &inode) != 5 ||
             inode != st.st_ino || !strstr(line, "mtlaunch-"))
             continue;
         int bits = (perms[0] == 'r' ? MAPS_READ : 0) | (perms[1] == 'w' ? MAPS_WRITE : 0) |
@@ -193,21 +193,23 @@ static uint64_t read_maps(int fd, unsigned char access[PAGES_MAX])
     return lines;
 }
 
-static void expect_access(unsigned char want[PAGES_MAX], const struct plan_region *at, uint64_t instance,
-                          char access)
+static void expect_access(unsigned char want[PAGES_MAX], const struct plan_region *at,
+                          uint64_t instance, char access)
 {
     int bits = access == 'w' ? MAPS_READ | MAPS_WRITE : access == 'r' ? MAPS_READ : 0;
     memset(want + (at->offset + at->stride * instance) / 4096, bits, at->stride / 4096);
 }
 
-/* The table once more, in the test's own words: an opt_worker has of PER_WORKER things its own alone. */
+/* The table once more, in the test's own words: an opt_worker has of PER_WORKER things its own
+ * alone. */
 static void wanted_access(unsigned char want[PAGES_MAX], enum role role, uint64_t index)
 {
     memset(want, 0, PAGES_MAX);
     for (int r = 0; r < REGION_COUNT; r++)
         for (uint64_t i = 0; i < f.at.plan.regions[r].instances; i++) {
             int others = role == ROLE_OPT && topology_regions[r].per_worker && i != index;
-            expect_access(want, &f.at.plan.regions[r], i, others ? '-' : topology_regions[r].access[role][0]);
+            expect_access(want, &f.at.plan.regions[r], i,
+                          others ? '-' : topology_regions[r].access[role][0]);
         }
     for (int r = 0; r < RING_COUNT; r++)
         for (uint64_t i = 0; i < f.at.plan.ring_producers[r].instances; i++) {
@@ -231,8 +233,8 @@ static int attach_and_compare(int fd, enum role role, uint32_t index)
     wanted_access(want, role, index);
     for (uint64_t p = 0; p < PAGES_MAX; p++)
         if (found[p] != want[p]) {
-            (void)fprintf(stderr, "%s %u: page %" PRIu64 ": access %d, expected %d\n", topology_role_name(role),
-                          index, p, found[p], want[p]);
+            (void)fprintf(stderr, "%s %u: page %" PRIu64 ": access %d, expected %d\n",
+                          topology_role_name(role), index, p, found[p], want[p]);
             return 1;
         }
     return 0;
@@ -281,7 +283,8 @@ static void the_two_ends_of_every_ring_meet(void **state)
             const struct ring_row *row = &topology_rings[r];
             struct ring out, in;
             struct ring_descriptor d = {.page = (uint64_t)r * 100 + i}, got;
-            segment_ring(&ends[row->from == ROLE_OPT ? 3 + i : row->from], (enum ring_id)r, i, &out);
+            segment_ring(&ends[row->from == ROLE_OPT ? 3 + i : row->from], (enum ring_id)r, i,
+                         &out);
             segment_ring(&ends[row->to == ROLE_OPT ? 3 + i : row->to], (enum ring_id)r, i, &in);
             for (int n = 0; n < 3 * FIXTURE_DEPTH; n++) {
                 assert_int_equal(ring_publish(&out, &d), 0);
@@ -409,7 +412,10 @@ struct damage {
     uint64_t value;
     const char *text;
 };
-#define FIELD(field, value, text) {offsetof(struct plan, field), sizeof ((struct plan *)0)->field, value, text}
+#define FIELD(field, value, text)                                                                  \
+    {                                                                                              \
+        offsetof(struct plan, field), sizeof((struct plan *)0)->field, value, text                 \
+    }
 
 static void damaged_plans_are_refused(void **state)
 {
@@ -529,7 +535,8 @@ static void an_exhausted_address_space_is_reported(void **state)
     done(fd);
 
     fd = created();
-    uint64_t grown = 32 << 20; /* a plan region of 32 MiB, laid over the rest: only its size matters */
+    uint64_t grown =
+        32 << 20; /* a plan region of 32 MiB, laid over the rest: only its size matters */
     uint64_t bytes = f.at.plan.segment_bytes + grown;
     assert_int_equal(ftruncate(fd, (off_t)bytes), 0);
     assert_int_equal(pwrite(fd, &bytes, 8, offsetof(struct plan, segment_bytes)), 8);

@@ -1,8 +1,8 @@
 /*
  * A worker's life: introduction, sleep and wake, leaving, last words.
  *
- * The launcher is role-played here: it creates the segment, relays each DOORBELL as a WAKE, and every
- * worker is a forked child, since worker_start() ties the process to its parent.
+ * The launcher is role-played here: it creates the segment, relays each DOORBELL as a WAKE, and
+ * every worker is a forked child, since worker_start() ties the process to its parent.
  */
 #include "ipc/worker.h"
 
@@ -28,6 +28,9 @@ static char folder[64];
 /* What a worker process found, in memory that outlives it. */
 struct findings {
     uint64_t late, rounds, longest_ns, total_ns;
+    /* Sleeps that lasted the whole fallback and then found the ring filled: wake-ups that were lost,
+     * whatever else the machine was doing. One writer each: io's and gpu's. */
+    uint64_t overslept[2];
 };
 static struct findings *findings;
 
@@ -70,7 +73,8 @@ static struct launcher launcher_open(void)
     f.at.plan.log_bytes_max = 1 << 20;
     assert_int_equal(plan_text_add(&f.at.plan, FIXTURE_PLAN_BYTES, folder, &f.at.plan.log_dir), 0);
     plan_place_regions(&f.at.plan, &f.layout);
-    if (segment_create(&f.at.plan, &l.fd) < 0 || segment_attach(&l.segment, l.fd, ROLE_LAUNCHER, 0) < 0)
+    if (segment_create(&f.at.plan, &l.fd) < 0 ||
+        segment_attach(&l.segment, l.fd, ROLE_LAUNCHER, 0) < 0)
         fail_msg("%s", error_text());
     l.orders = segment_region(&l.segment, REGION_LAUNCHER_CONTROL, 0);
     return l;
@@ -167,10 +171,15 @@ static void run_workers(struct launcher *l, const pid_t *pids, int *statuses, in
 
 static int wait_for(struct worker *w, struct ring *ring, enum ring_id id, struct ring_descriptor *d)
 {
+    uint64_t slept_ns = 0;
     int n, rc;
-    while ((n = ring_consume(ring, d)) == 0)
+    while ((n = ring_consume(ring, d)) == 0) {
+        uint64_t since = clock_now_ns();
         if ((rc = worker_pause(w, (int)id)) < 0)
             return rc;
+        slept_ns = clock_now_ns() - since;
+    }
+    findings->overslept[id == RING_MICROBATCH] += slept_ns >= (WORKER_POLL_MS - 1) * 1000000ull;
     return n;
 }
 
@@ -184,7 +193,8 @@ static void note_wait(uint64_t since_ns)
         findings->longest_ns = waited;
 }
 
-/* The ringing end: sends a descriptor, waits for its return. A lost wake-up costs the whole 100 ms. */
+/* The ringing end: sends a descriptor, waits for its return. A lost wake-up costs the whole 100 ms.
+ */
 static int ping(struct worker *w, uint64_t rounds, int bells)
 {
     struct ring out, in;
@@ -192,7 +202,8 @@ static int ping(struct worker *w, uint64_t rounds, int bells)
     segment_ring(&w->segment, RING_MICROBATCH, 0, &out);
     segment_ring(&w->segment, RING_MICROBATCH_RETURN, 0, &in);
     worker_ready(w);
-    while (!atomic_load(&w->orders->begin_step)) /* the launcher has heard both: a WAKE finds them */
+    while (
+        !atomic_load(&w->orders->begin_step)) /* the launcher has heard both: a WAKE finds them */
         (void)usleep(1000);
     for (uint64_t i = 0; i < rounds; i++) {
         uint64_t since = clock_now_ns();
@@ -252,15 +263,18 @@ static int pong_without_bells(struct worker *w, uint64_t n)
 static void play(struct launcher *l, body io, body gpu, uint64_t rounds)
 {
     int statuses[2];
-    pid_t pids[2] = {start_worker(l, ROLE_IO, 0, io, rounds), start_worker(l, ROLE_GPU, 0, gpu, rounds)};
+    pid_t pids[2] = {start_worker(l, ROLE_IO, 0, io, rounds),
+                     start_worker(l, ROLE_GPU, 0, gpu, rounds)};
     run_workers(l, pids, statuses, 2);
     if (statuses[0] != 0 || statuses[1] != 0)
         fail_msg("statuses %d and %d: %s", statuses[0], statuses[1], l->failed_text);
     assert_int_equal(findings->rounds, rounds);
-    print_message("%llu rounds, mean %.3f ms, longest %.1f ms, over %d ms: %llu; doorbells %llu\n",
+    print_message("%llu rounds, mean %.3f ms, longest %.1f ms, over %d ms: %llu; overslept %llu + %llu; "
+                  "doorbells %llu\n",
                   (unsigned long long)findings->rounds,
                   (double)findings->total_ns / (double)findings->rounds * 1e-6,
                   (double)findings->longest_ns * 1e-6, LATE_MS, (unsigned long long)findings->late,
+                  (unsigned long long)findings->overslept[0], (unsigned long long)findings->overslept[1],
                   (unsigned long long)l->seen[MESSAGE_DOORBELL]);
 }
 
@@ -338,7 +352,8 @@ static int wait_for_event(struct worker *w, uint64_t n)
         return error_set(ERROR_FAILED, "the second pause did not sleep");
     if (atomic_load(&w->self->sleeping))
         return error_set(ERROR_FAILED, "awake, but `sleeping` is up");
-    if (atomic_load(&w->self->wait_ns[RING_WEIGHTS]) < 90000000u || atomic_load(&w->self->wait_ns[RING_STATE]))
+    if (atomic_load(&w->self->wait_ns[RING_WEIGHTS]) < 90000000u ||
+        atomic_load(&w->self->wait_ns[RING_STATE]))
         return error_set(ERROR_FAILED, "the wait was not counted to its ring");
     if (write(w->event_fd, &one, sizeof one) != sizeof one)
         return error_set(ERROR_FAILED, "eventfd");
@@ -380,16 +395,18 @@ static void workers_introduce_themselves_and_leave_when_told(void **state)
     int statuses[4] = {-1, -1, -1, -1};
     pid_t pids[4];
     for (int i = 0; i < 4; i++)
-        pids[i] = start_worker(&l, i < 2 ? (enum role)(ROLE_IO + i) : ROLE_OPT, i < 2 ? 0 : (uint32_t)i - 2,
-                               pause_for_ever, 0);
+        pids[i] = start_worker(&l, i < 2 ? (enum role)(ROLE_IO + i) : ROLE_OPT,
+                               i < 2 ? 0 : (uint32_t)i - 2, pause_for_ever, 0);
     launcher_listen(&l);
     while (l.seen[MESSAGE_READY] < 4) {
         relay(&l);
         assert_int_equal(endpoint_sleep(l.endpoint, NULL, NULL, 0, 10), 0);
     }
     for (int i = 0; i < 4; i++) {
-        enum region_id region = i < 2 ? (enum region_id)(REGION_IO_CONTROL + i) : REGION_OPT_CONTROL;
-        const struct worker_control *c = segment_region(&l.segment, region, i < 2 ? 0 : (uint32_t)i - 2);
+        enum region_id region =
+            i < 2 ? (enum region_id)(REGION_IO_CONTROL + i) : REGION_OPT_CONTROL;
+        const struct worker_control *c =
+            segment_region(&l.segment, region, i < 2 ? 0 : (uint32_t)i - 2);
         assert_int_equal(c->magic, CONTROL_MAGIC);
         assert_int_equal(c->role, i < 2 ? ROLE_IO + i : ROLE_OPT);
         assert_int_equal(c->index, i < 2 ? 0 : i - 2);
@@ -490,11 +507,14 @@ static void a_worker_started_wrongly_says_so(void **state)
     struct launcher l = launcher_open();
     char fd[16], name[] = "opt_worker", zero[] = "0", two[] = "2", none[] = "999";
     (void)snprintf(fd, sizeof fd, "%d", l.fd);
-    assert_int_equal(start_status(1, (char *[]){name, NULL}, ROLE_OPT, "is started by mtlaunch"), ERROR_USER);
-    assert_int_equal(start_status(3, (char *[]){name, none, zero, NULL}, ROLE_OPT, "Bad file descriptor"),
-                     ERROR_FAILED);
-    assert_int_equal(start_status(3, (char *[]){name, fd, two, NULL}, ROLE_OPT, "opt_worker 2 of 2"),
-                     ERROR_FAILED);
+    assert_int_equal(start_status(1, (char *[]){name, NULL}, ROLE_OPT, "is started by mtlaunch"),
+                     ERROR_USER);
+    assert_int_equal(
+        start_status(3, (char *[]){name, none, zero, NULL}, ROLE_OPT, "Bad file descriptor"),
+        ERROR_FAILED);
+    assert_int_equal(
+        start_status(3, (char *[]){name, fd, two, NULL}, ROLE_OPT, "opt_worker 2 of 2"),
+        ERROR_FAILED);
     launcher_close(&l);
 }
 
@@ -524,7 +544,8 @@ static void a_worker_dies_with_its_launcher(void **state)
 {
     (void)state;
     pid_t *worker = (pid_t *)(void *)(findings + 1);
-    assert_int_equal(prctl(PR_SET_CHILD_SUBREAPER, 1), 0); /* so that the orphan is ours to wait for */
+    assert_int_equal(prctl(PR_SET_CHILD_SUBREAPER, 1),
+                     0); /* so that the orphan is ours to wait for */
     *worker = 0;
     pid_t pid = fork();
     if (pid == 0) {

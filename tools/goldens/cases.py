@@ -104,6 +104,73 @@ FLOAT32_CASES = [
 ]
 
 
+def small_config(**overrides):
+    """A Llama of two narrow blocks for whole runs."""
+    shape = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 12, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+             "rope_scaling": None, "vocab_size": 61, "eos_token_id": 60}
+    return llama_config(**(shape | overrides))
+
+
+# Whole runs from data files (pipeline.py). `train` and `validation` are tokens, or texts of a
+# .jsonl, per file; few enough samples that a run goes through them more than once.
+PIPELINE_DEFAULTS = {
+    "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "no_decay": ["*norm*", "*bias"],
+    "learning_rate": 1e-3, "embedding_std": 0.1, "document_lengths": [1, 2, 4, 9, 16, 40],
+}
+PIPELINE_CASES = [PIPELINE_DEFAULTS | case for case in (
+    {
+        "name": "pipeline_nanogpt_tied_packed", "seed": 201, "data": "nanogpt", "packing": True,
+        "train": [397, 251], "validation": [223], "eval_sequences": 5,
+        "seq_len": 24, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 2.9,
+        "scheduler": {"type": "cosine", "warmup_steps": 3, "min_lr_ratio": 0.1},
+        "config": small_config(tie_word_embeddings=True),
+    },
+    {
+        "name": "pipeline_llmc_untied_packed", "seed": 202, "data": "llmc16", "packing": True,
+        "train": [901], "validation": [300], "eval_sequences": 64,
+        "seq_len": 37, "micro_batch_size": 1, "gradient_accumulation_steps": 3, "max_grad_norm": 2.6,
+        "no_decay": ["*norm*", "*bias", "*embed_tokens*"],
+        "scheduler": {"type": "linear", "warmup_steps": 2, "min_lr_ratio": 0.2},
+        "config": small_config(tie_word_embeddings=False, vocab_size=70, eos_token_id=7, rope_scaling=LLAMA3),
+    },
+    {
+        "name": "pipeline_jsonl_tied_unpacked", "seed": 203, "data": "jsonl", "packing": False,
+        "train": [30], "validation": [6], "eval_sequences": 7,
+        "seq_len": 29, "micro_batch_size": 2, "gradient_accumulation_steps": 3, "max_grad_norm": 2.0,
+        "document_lengths": [1, 3, 8, 28, 29, 60],
+        "scheduler": {"type": "cosine", "warmup_steps": 4, "min_lr_ratio": 0.0},
+        "config": small_config(tie_word_embeddings=True, vocab_size=259, eos_token_id=256),
+    },
+    {
+        "name": "pipeline_jsonl_untied_packed", "seed": 206, "data": "jsonl", "packing": True,
+        "train": [30, 25], "validation": [9], "eval_sequences": 7,
+        "seq_len": 31, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 1.5,
+        "document_lengths": [1, 3, 8, 28, 29, 60],
+        "scheduler": {"type": "cosine", "warmup_steps": 2, "min_lr_ratio": 0.3},
+        "config": small_config(tie_word_embeddings=False, vocab_size=257, eos_token_id=256),
+    },
+    {
+        "name": "pipeline_pad_tied_unpacked", "seed": 204, "data": "nanogpt", "packing": False,
+        "train": [700], "validation": [200], "eval_sequences": 6,
+        "seq_len": 21, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 2.5,
+        "document_lengths": [1, 2, 7, 20, 21, 22, 50],
+        "scheduler": {"type": "wsd", "warmup_steps": 3, "min_lr_ratio": 0.1, "decay_ratio": 0.35},
+        "config": small_config(tie_word_embeddings=True, pad_token_id=2),
+    },
+    {
+        # embeddings so small that theirs is nearly all of the gradient: the last layer to finish
+        # decides the clipping of all others
+        "name": "pipeline_clip_untied_packed", "seed": 205, "data": "llmc32", "packing": True,
+        "train": [811], "validation": [150], "eval_sequences": 64,
+        "seq_len": 26, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0,
+        "embedding_std": 1e-5,
+        "scheduler": {"type": "cosine", "warmup_steps": 3, "min_lr_ratio": 0.1},
+        "config": small_config(tie_word_embeddings=False, rms_norm_eps=1e-12, pad_token_id=2),
+    },
+)]
+
+
 def bfloat16_case(index):
     """One of the 16 seeded models: the same shapes each time, other weights and tokens."""
     return {

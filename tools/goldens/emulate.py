@@ -108,7 +108,8 @@ class Llama:
         return self.linear(self.r(self.g(activated) * self.g(up)), at + "down_proj")
 
     def logits(self, tokens, rotation, blocked):
-        h = self.r(functional.embedding(tokens, self.weights["model.embed_tokens.weight"]))
+        h = self.r(functional.embedding(tokens, self.weights["model.embed_tokens.weight"],
+                                        self.config.get("pad_token_id")))
         for layer in range(self.config["num_hidden_layers"]):
             at = f"model.layers.{layer}."
             x = self.norm(h, at + "input_layernorm")

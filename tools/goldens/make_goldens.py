@@ -27,6 +27,7 @@ from safetensors.numpy import save_file  # noqa: E402
 import cases  # noqa: E402
 import emulate  # noqa: E402
 import oracle  # noqa: E402
+import pipeline  # noqa: E402
 
 OUT = pathlib.Path(__file__).resolve().parents[2] / "tests" / "goldens"
 TOLERANCE = {"loss": 5e-6, "logits": 1e-5, "gradient": 1e-5, "after": 1e-4}
@@ -134,6 +135,87 @@ def make_float32_case(case):
     )
 
 
+def pipeline_meta(case):
+    """What the run file says, and where the files are."""
+    keys = ("seq_len", "micro_batch_size", "gradient_accumulation_steps", "max_grad_norm")
+    return {
+        "train": [f"train_{i}{data_suffix(case)}" for i in range(len(case["train"]))],
+        "validation": ["validation" + data_suffix(case)],
+        "variants": pipeline.variants_of(case),
+        "run": {
+            "data": {"packing": case["packing"], "shuffle": False},
+            "training": {k: case[k] for k in keys} | {"steps": cases.STEPS},
+            "optimizer": {k: case[k] for k in ("learning_rate", "betas", "eps", "weight_decay", "no_decay")},
+            "lr_scheduler": case["scheduler"],
+            "eval": {"interval": cases.STEPS, "sequences": case["eval_sequences"]},
+        },
+    }
+
+
+def data_suffix(case):
+    return ".jsonl" if case["data"] == "jsonl" else ".bin"
+
+
+def report_pipeline(case, plain, exact, seen):
+    """How far torch's own float32 is from float64 over the run, and which mistakes show how much."""
+    def worst(run, key):
+        return max(abs(a / b - 1) for a, b in zip(run[key], exact[key]))
+    def after(run, names):
+        return max(relative(run["after"][n], exact["after"][n]) for n in names)
+    clipped = sum(n > case["max_grad_norm"] for n in exact["grad_norms"])
+    print(f"{case['name']}: float32 - float64: loss {worst(plain, 'losses'):.1e}, norm "
+          f"{worst(plain, 'grad_norms'):.1e}, after {after(plain, exact['after']):.1e}; {clipped} of "
+          f"{cases.STEPS} steps clipped, norms {min(exact['grad_norms']):.2f} to {max(exact['grad_norms']):.2f}")
+    for name, run in seen.items():
+        print(f"  {name}: loss {worst(run, 'losses'):.1e}, norm {worst(run, 'grad_norms'):.1e}, "
+              f"after {after(run, pipeline.kept_of_variant(run['after'])):.1e}")
+    if after(plain, exact["after"]) > TOLERANCE["after"] / 3 or clipped == 0:
+        raise SystemExit(f"{case['name']}: badly conditioned, or never clipped")
+
+
+def make_pipeline_case(case):
+    folder, weights, meta = OUT / case["name"], cases.weights(case), pipeline_meta(case)
+    case = case | {"end": case["config"]["eos_token_id"]}
+    write_model(folder, case, weights)
+    write_json(folder / "meta.json", meta)
+    rng = numpy.random.Generator(numpy.random.PCG64(case["seed"]))
+    for name, count in zip(meta["train"] + meta["validation"], case["train"] + case["validation"]):
+        pipeline.write_data(folder, name, rng, case, count)
+    held_out = [folder / n for n in meta["validation"]]
+    samples = pipeline.samples_of([folder / n for n in meta["train"]], case)
+    needed = cases.STEPS * case["micro_batch_size"] * case["gradient_accumulation_steps"]
+    if len(samples) >= needed:
+        raise SystemExit(f"{case['name']}: {len(samples)} samples, the run uses only {needed}")
+    validation = pipeline.samples_of(held_out, case)[: case["eval_sequences"]]
+
+    def run(dtype, variant=""):
+        model = pipeline.Transformers(folder, case, dtype, variant)
+        out = pipeline.train(model, samples, case, variant)
+        out["validation"] = pipeline.evaluate(model, validation)
+        out["whole"] = pipeline.evaluate(model, pipeline.samples_of(held_out, case, keep_partial=True))
+        return out
+
+    exact, plain = run(torch.float64), run(torch.float32)
+    seen = {variant: run(torch.float64, variant) for variant in meta["variants"]}
+    rounded = pipeline.train(pipeline.Emulation(folder, case, weights, high_half), samples, case)
+    report_pipeline(case, plain, exact, seen)
+    errors = numpy.array(rounded["losses"]) / numpy.array(exact["losses"]) - 1
+    print(f"  bfloat16 emulation: loss off by at most {numpy.abs(errors).max():.1e}, {len(samples)} samples, "
+          f"validation {exact['validation']}, whole file {exact['whole']}")
+
+    def numbers(out, prefix=""):
+        return {prefix + k: float64(*out[k]) for k in ("losses", "grad_norms", "validation", "whole")}
+
+    tensors = numbers(exact) | float32(exact["after"], "after.") | {
+        "rates": float64(*exact["rates"]), "labelled": float64(*exact["labelled"]),
+        "losses_bfloat16": float64(*rounded["losses"]),
+    }
+    for variant, out in seen.items():
+        prefix = f"variant.{variant}."
+        tensors |= numbers(out, prefix) | float32(pipeline.kept_of_variant(out["after"]), prefix + "after.")
+    save_file(tensors, folder / "reference.safetensors")
+
+
 def high_half(weight):
     """The bf16 value our split of a float32 master gives: round half up of the bits."""
     high = (weight.view(numpy.uint32) + numpy.uint32(0x8000)) & numpy.uint32(0xFFFF0000)
@@ -221,6 +303,9 @@ def main():
     for case in cases.FLOAT32_CASES:
         if case["name"].startswith(only):
             make_float32_case(case)
+    for case in cases.PIPELINE_CASES:
+        if case["name"].startswith(only):
+            make_pipeline_case(case)
     errors = [make_bfloat16_case(case) for case in map(cases.bfloat16_case, range(16))
               if case["name"].startswith(only)]
     if errors:
