@@ -12,6 +12,7 @@
  * How far ahead: `prefetch` pages per worker; "predict" reads as many as keep the worker busy while
  * one is read (read time over update time, moving averages) plus one, within the pool.
  */
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -128,7 +129,7 @@ static int feed(struct io *io)
 
 /* -- WEIGHTS -- */
 
-/* Lends the cursor's page; 0 when the ring is full. */
+/* Lends the cursor's page: 1, 0 when the ring is full, negative. */
 static int lend_weights(struct io *io, const struct visits *vs, struct cursor *c, uint32_t kind)
 {
     const struct visit *visit = &vs->visits[c->visit];
@@ -137,8 +138,9 @@ static int lend_weights(struct io *io, const struct visits *vs, struct cursor *c
     d.frame = (uint32_t)d.page;
     d.version = io->weights_version[d.page];
     d.bytes = pager_weights_bytes(io, d.page);
-    if (ring_publish(&io->weights, &d) < 0)
-        return 0;
+    int rc = ring_publish(&io->weights, &d);
+    if (rc < 0)
+        return rc == -EAGAIN ? 0 : error_wrap("ring WEIGHTS");
     io->weights_lent[d.page]++;
     if (++c->k == visit_n_pages(io->layout, visit)) {
         c->k = 0;
@@ -161,12 +163,15 @@ static void pass_empty_visits(const struct io *io, const struct visits *vs, stru
 static int lend_step(struct io *io)
 {
     struct cursor *c = &io->step_cursor;
-    int done = 0;
+    int done = 0, rc;
     /* step s computes with what step s - 1 left: not before that decision has been taken in here */
     while (c->number <= order(&io->w->orders->begin_step) && c->number == io->apply_step + 1) {
         uint64_t page = visit_page(io->layout, &io->visits.visits[c->visit], c->k);
-        if (io->weights_version[page] != io->base_version || !lend_weights(io, &io->visits, c, 0))
+        if (io->weights_version[page] != io->base_version ||
+            (rc = lend_weights(io, &io->visits, c, 0)) == 0)
             break;
+        if (rc < 0)
+            return rc;
         pass_empty_visits(io, &io->visits, c);
         done++;
     }
@@ -177,10 +182,12 @@ static int lend_sweeps(struct io *io)
 {
     const struct worker_control *gpu = segment_region(&io->w->segment, REGION_GPU_CONTROL, 0);
     struct cursor *c = &io->sweep_cursor;
-    int done = 0;
+    int done = 0, rc;
     while (c->number <= order(&gpu->sweep_request)) {
-        if (!lend_weights(io, &io->forward_visits, c, 1))
+        if ((rc = lend_weights(io, &io->forward_visits, c, 1)) == 0)
             break;
+        if (rc < 0)
+            return rc;
         pass_empty_visits(io, &io->forward_visits, c);
         done++;
     }
@@ -198,13 +205,13 @@ static int take_weights_back(struct io *io)
 
 static int lend(struct io *io)
 {
-    int done = 0;
-    if (io->plan->mode == PLAN_TRAIN)
-        done += lend_step(io);
-    done += lend_sweeps(io);
-    if (done)
+    int steps = io->plan->mode == PLAN_TRAIN ? lend_step(io) : 0;
+    int sweeps = steps < 0 ? steps : lend_sweeps(io);
+    if (sweeps < 0)
+        return sweeps;
+    if (steps + sweeps)
         worker_bell(io->w, ROLE_GPU, 0);
-    return done;
+    return steps + sweeps;
 }
 
 /* -- STATE -- */
@@ -520,7 +527,8 @@ int pager_turn(struct io *io)
             return rc;
         done += rc;
     }
-    return done + lend(io);
+    rc = lend(io);
+    return rc < 0 ? rc : done + rc;
 }
 
 /* -- set-up -- */

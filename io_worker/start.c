@@ -40,8 +40,10 @@ static void tell(struct io *io, const char *text)
 int io_progress(void *context, enum store_activity activity, uint64_t done, uint64_t total)
 {
     struct io *io = context;
-    worker_progress(io->w,
-                    activity == STORE_ZERO_FILLING ? ACTIVITY_ZEROING : ACTIVITY_RECOVERING, done, total);
+    enum worker_activity shown = activity == STORE_ZERO_FILLING       ? ACTIVITY_ZEROING
+                                 : activity == STORE_WAITING_FOR_LOCK ? ACTIVITY_FENCE
+                                                                      : ACTIVITY_RECOVERING;
+    worker_progress(io->w, shown, done, total);
     return worker_check(io->w) < 0;
 }
 

@@ -475,6 +475,15 @@ static int open_ready(struct store *store)
     return open_engine(store, NULL, 0);
 }
 
+/* Another's store is told at once: whoever holds its lock is no dead process of ours to wait for. */
+static int refuse_other_run(const struct store *store, struct store_directory *directory)
+{
+    unsigned valid;
+    if (store_superblock_load(&directory->superblock, &directory->content, &valid) < 0)
+        return -ERROR_FAILED;
+    return valid ? compare_run(store, directory) : 0;
+}
+
 /* Locks and reads the superblocks there are; `found` counts them. */
 static int read_superblocks(struct store *store, unsigned *found)
 {
@@ -486,7 +495,8 @@ static int read_superblocks(struct store *store, unsigned *found)
             return there;
         if (there == 0)
             continue;
-        if (file_lock(store, &directory->superblock) < 0 || superblock_read(directory) < 0 ||
+        if (refuse_other_run(store, directory) < 0 ||
+            file_lock(store, &directory->superblock) < 0 || superblock_read(directory) < 0 ||
             compare_run(store, directory) < 0)
             return -(int)error_kind_now();
         (*found)++;

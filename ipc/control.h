@@ -67,7 +67,7 @@ struct launcher_control {
 /* A span of work, for ETA lines: what the worker does now and how far it is. */
 struct worker_progress {
     _Atomic uint32_t activity; /* enum worker_activity */
-    _Atomic uint64_t done, total; /* bytes */
+    _Atomic uint64_t done, total; /* bytes; FENCE: milliseconds */
 };
 
 #define WORKER_ACTIVITY_LIST(X)                                                                    \
@@ -75,6 +75,7 @@ struct worker_progress {
     X(TOKENIZING, "reading text")                                                                  \
     X(ZEROING, "zero-filling the store")                                                           \
     X(IMPORTING, "importing the model")                                                            \
+    X(FENCE, "waiting for the last I/O of a killed process")                                       \
     X(RECOVERING, "verifying the newest commit")                                                   \
     X(LOADING, "loading weights")                                                                  \
     X(WORKING, "working")                                                                          \

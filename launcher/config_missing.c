@@ -16,6 +16,7 @@ static const struct missing {
 } missing[] = {
     {CONFIG_ORDINAL_data_format, {"\"auto\"", "\"text\"", "\"tokens\""}, "no data of this format"},
     {CONFIG_ORDINAL_training_spike, {"\"off\""}, "no spike policy"},
+    {CONFIG_ORDINAL_training_spike_factor, {"10.0"}, "no spike policy"},
     {CONFIG_ORDINAL_optimizer_name, {"\"adamw\""}, "no such optimizer"},
     {CONFIG_ORDINAL_optimizer_compression, {"\"none\""}, "no compressed optimizer state"},
     {CONFIG_ORDINAL_memory_device, {"\"auto\"", "\"cpu\""}, "no CUDA device"},

@@ -142,7 +142,7 @@ int coordinator_begin(struct launcher *l)
     atomic_store_explicit(&l->session.orders->apply_step, resumed, memory_order_release);
     atomic_store_explicit(&l->session.orders->commit_step, resumed, memory_order_release);
     c->step_begin_ns = clock_now_ns();
-    if (resumed >= c->steps && !export_exists(l, resumed)) {
+    if ((resumed >= c->steps || export_due(l, resumed)) && !export_exists(l, resumed)) {
         c->exported = resumed;
         order(l, &l->session.orders->export_step, resumed);
     }

@@ -105,6 +105,13 @@ void progress_startup(struct progress *p, const struct worker_control *control)
     if (now - p->shown_ns < STARTUP_INTERVAL_MS * 1000000ull)
         return;
     p->shown_ns = now;
+    if (activity == ACTIVITY_FENCE) {
+        (void)snprintf(line, sizeof line, "%s: %s of at most %s", names[activity],
+                       size_format_duration(a, sizeof a, (double)done * 1e-3),
+                       size_format_duration(b, sizeof b, (double)total * 1e-3));
+        show(p, line);
+        return;
+    }
     double rate = (double)(done - p->activity_done) / ((double)(now - p->activity_ns) * 1e-9);
     (void)snprintf(line, sizeof line, "%s: %s of %s, %s/s, ETA %s", names[activity], size_format(a, sizeof a, done),
                    size_format(b, sizeof b, total), size_format(rate_text, sizeof rate_text, (uint64_t)rate),

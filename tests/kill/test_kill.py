@@ -180,12 +180,12 @@ def draw_role(rng, turn, workers):
     return "opt_worker.%d" % rng.randrange(workers) if role == "opt_worker" else role
 
 
-def one_kill(t, number, turn, variant):
+def one_kill(t, rng, number, variant):
     """True if the kill came between READY and the last step."""
     dtype, workers, engine = variant
     expected = Undisturbed.of(dtype)
-    role = draw_role(t.rng, turn, workers)
-    step, delay = t.rng.randint(1, STEPS - 1), t.rng.random() * 1.5 * expected.step_s
+    role = draw_role(rng, number + number // len(VARIANTS), workers)
+    step, delay = rng.randint(1, STEPS - 1), rng.random() * 1.5 * expected.step_s
     trial = Trial(kill_run(t.dir, "run-%d" % number, dtype, workers, engine))
     with trial.start() as live:
         seen = trial.kill(live, role, "step:%d" % step, delay_s=delay)
@@ -199,8 +199,9 @@ def one_kill(t, number, turn, variant):
 
 def random_kills(t, variant, numbers):
     for number in numbers:
-        for attempt in range(20):
-            if one_kill(t, number, number + number // 8, variant):
+        rng = random.Random("%d, kill %d" % (t.seed, number))
+        for _ in range(20):
+            if one_kill(t, rng, number, variant):
                 break
             shutil.rmtree(os.path.join(t.dir, "run-%d" % number))
         else:

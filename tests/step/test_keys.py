@@ -31,20 +31,16 @@ def key(name, *words):
     return register
 
 
-def merge(changes, **defaults):
-    for section, keys in defaults.items():
-        changes[section] = dict(keys, **changes.get(section, {}))
-    return changes
+def short(t, name, folder=None, file=None, **changes):
+    """A run of STEPS steps, not started. folder: its model's, file: its data's. changes: section={key: value}."""
+    run = tiny_run(t.dir, name, folder, file, training={"steps": STEPS})
+    run.change(**changes)
+    return run
 
 
-def short(t, name, model=None, data=None, **changes):
-    """A run of STEPS steps, not started."""
-    return tiny_run(t.dir, name, model, data, **merge(changes, training={"steps": STEPS}))
-
-
-def done(t, name, model=None, data=None, **changes):
+def done(t, name, folder=None, file=None, **changes):
     """The same, run to its end."""
-    run = short(t, name, model, data, **changes)
+    run = short(t, name, folder, file, **changes)
     run.result = run.ok()
     return run
 
@@ -75,8 +71,7 @@ def refused(t, missing, **changes):
     """The values in changes are refused, the message says what this build has not, nothing is left."""
     run = short(t, "refused", **changes)
     result = run.ok(status=USER)
-    (section, keys), = [(s, k) for s, k in changes.items() if s != "training" or len(changes) == 1]
-    name, = keys
+    (section, (name,)), = changes.items()
     check("[%s] %s = " % (section, name) in result.err and missing in result.err,
           "expected [%s] %s and %r, found %s" % (section, name, missing, result.err))
     check(not os.path.exists(run.dir), "a refused start left %s" % run.dir)
@@ -99,7 +94,7 @@ def pretrained(t, name="source", **changes):
 
 def tune(t, name, folder, **changes):
     """A finished run that starts from the weights of a folder."""
-    return done(t, name, model=folder, **merge(changes, model={"init": "pretrained"}))
+    return done(t, name, folder, model={"init": "pretrained"}, **changes)
 
 
 def exported(run, step=STEPS):
@@ -186,7 +181,7 @@ def watchdog_ends_a_silent_worker_and_false_leaves_it_alone(t):
 @key("model.path")
 def path_is_the_folder_of_the_model(t):
     write_model(os.path.join(t.dir, "small"), num_hidden_layers=1)
-    run = short(t, "run", model="small")
+    run = short(t, "run", "small")
     small = mtlaunch("validate", run.file, status=DONE).out
     large = mtlaunch("validate", short(t, "large").file, status=DONE).out
     parameters = [int(re.search(r"(\d+) parameters", text).group(1)) for text in (small, large)]
@@ -203,8 +198,7 @@ def init_takes_the_weights_of_the_folder_or_random_numbers(t):
     still = {"optimizer": {"learning_rate": 0.0}}
     kept = exported(tune(t, "kept", folder, **still))
     equal({n: v[2] for n, v in kept.items()}, {n: v[2] for n, v in tensors.items()}, "weights")
-    drawn = exported(done(t, "drawn", model=folder, model_init=None, **still) if False else
-                     done(t, "drawn", model=folder, **still))
+    drawn = exported(done(t, "drawn", folder, **still))
     check(drawn["model.embed_tokens.weight"][2] != tensors["model.embed_tokens.weight"][2], "not random")
     values = floats(drawn["model.embed_tokens.weight"])
     deviation = math.sqrt(sum(v * v for v in values) / len(values))
@@ -220,35 +214,27 @@ def dtype_is_of_the_computation_and_master_weights_stay_float32(t):
     bits = exported(run)["model.layers.1.mlp.up_proj.weight"][2]
     low = sum(bits[i:i + 2] != b"\0\0" for i in range(0, len(bits), 4))
     check(low > len(bits) // 8, "only %d of %d weights have bits below bfloat16" % (low, len(bits) // 4))
-    frames = [os.path.getsize(os.path.join(r.dir, "store", "slots")) for r in (done(t, "f32b"), run)]
-    equal(frames[0], frames[1], "bytes of the store: 2 + 2 of split master weights are 4")
 
 
 @key("model.tokenizer", "bytes")
 def tokenizer_is_bytes_or_a_file_that_the_export_keeps(t):
     shard = write_nanogpt_shard(os.path.join(t.dir, "tokens.bin"), tokens_of(3000))
     model = write_model(os.path.join(t.dir, "model"))
-    text = short(t, "text", model={"tokenizer": ""}) if False else short(t, "text")
-    text.change(model={"tokenizer": ""})
-    result = text.ok(status=USER)
+    result = short(t, "text", model={"tokenizer": ""}).ok(status=USER)
     check('"bytes"' in result.err and "train.txt" in result.err, result.err)
-    run = short(t, "shards", model=model, data=shard)
-    run.change(model={"tokenizer": ""})
-    run.ok()
+    run = done(t, "shards", model, shard, model={"tokenizer": ""})
     check(not os.path.exists(os.path.join(run.export_dir(STEPS), "tokenizer.json")), "a tokenizer from nowhere")
     file = os.path.join(t.dir, "mine.json")
     vocabulary = {"t%d" % i: i for i in range(272)}
     with open(file, "w") as f:
         json.dump({"model": {"type": "BPE", "vocab": vocabulary, "merges": []}}, f)
-    named = short(t, "named", model=model, data=shard)
-    named.change(model={"tokenizer": "mine.json"})
-    named.ok()
+    named = done(t, "named", model, shard, model={"tokenizer": "mine.json"})
     with open(file, "rb") as f, open(os.path.join(named.export_dir(STEPS), "tokenizer.json"), "rb") as g:
         equal(g.read(), f.read(), "tokenizer.json of the export")
     vocabulary["one too many"] = 272
     with open(file, "w") as f:
         json.dump({"model": {"vocab": vocabulary}}, f)
-    result = short(t, "many", model=model, data=shard).ok("--model.tokenizer=mine.json", status=USER)
+    result = short(t, "many", model, shard, model={"tokenizer": "mine.json"}).ok(status=USER)
     check("one too many" in result.err and "272" in result.err, result.err)
 
 
@@ -264,23 +250,18 @@ def train_takes_text_and_token_shards_one_or_several(t):
     halves = [write_llmc_shard(os.path.join(t.dir, "a.bin"), tokens[:1700]),
               write_llmc_shard(os.path.join(t.dir, "b.bin"), tokens[1700:], magic=20240801)]
     weights = set()
-    for i, (files, kind) in enumerate([([shards[0]], "nanoGPT"), ([shards[1]], r"llm.c \(uint16\)"),
-                                       ([shards[2]], r"llm.c \(uint32\)")]):
-        run = done(t, "shard%d" % i, data={"train": files} and None, **{}) if False else \
-            done(t, "shard%d" % i, data=files[0])
+    kinds = ("nanoGPT", r"llm.c \(uint16\)", r"llm.c \(uint32\)")
+    for i, (shard, kind) in enumerate(zip(shards, kinds)):
+        run = done(t, "shard%d" % i, file=shard)
         described(run, kind)
         weights.add(run.digest()[2])
     equal(len(weights), 1, "different weights from the same tokens in different files")
-    several = short(t, "halves", data=halves[0])
-    several.change(data={"train": halves})
-    several.result = several.ok()
+    several = done(t, "halves", file="-", data={"train": halves})
     equal(described(several, r"(\d+) tokens").group(1), "4000", "tokens of two files")
-    lines = done(t, "jsonl", data=write_jsonl(os.path.join(t.dir, "d.jsonl"), documents=12))
+    jsonl = write_jsonl(os.path.join(t.dir, "d.jsonl"), documents=12)
+    lines = done(t, "jsonl", file=jsonl)
     described(lines, r"12 documents")
-    both = short(t, "both", data=os.path.join(t.dir, "d.jsonl"))
-    both.change(data={"train": [os.path.join(t.dir, "d.jsonl"), os.path.join(t.dir, "train.txt")]})
-    write_text(os.path.join(t.dir, "train.txt"), 5000)
-    both.result = both.ok()
+    both = done(t, "both", file="-", data={"train": [jsonl, write_text(os.path.join(t.dir, "d.txt"), 5000)]})
     described(both, r"2 files .*13 documents, %d tokens" % (12 * 501 + 5001))
     check(last(both)["state_hash"] != last(lines)["state_hash"], "the second file changes nothing")
 
@@ -311,31 +292,20 @@ def val_fraction_sets_the_last_samples_aside(t):
 def format_says_what_names_do_not(t):
     text = write_text(os.path.join(t.dir, "corpus"))
     tokens = write_nanogpt_shard(os.path.join(t.dir, "shard"), tokens_of(3000))
-    unknown = short(t, "unknown", data=text).ok(status=USER)
+    unknown = short(t, "unknown", file=text).ok(status=USER)
     check("format" in unknown.err, unknown.err)
-    run = done(t, "text", data=None)
-    run = short(t, "as-text", data=text)
-    run.change(data={"format": "text"})
-    run.result = run.ok()
-    described(run, "text, one document per file")
-    run = short(t, "as-tokens", data=tokens)
-    run.change(data={"format": "tokens"})
-    run.result = run.ok()
-    described(run, "nanoGPT")
-    same_as_base(t, "auto", **{"data": {"format": "auto"}} if False else {})
+    described(done(t, "as-text", file=text, data={"format": "text"}), "text, one document per file")
+    described(done(t, "as-tokens", file=tokens, data={"format": "tokens"}), "nanoGPT")
+    same_as_base(t, "auto", data={"format": "auto"})
     for word in ("chat", "prompt-completion"):
-        run = short(t, "refused")
-        result = run.ok('--data.format="%s"' % word, status=USER)
-        check("[data] format = \"%s\"" % word in result.err and "no data of this format" in result.err, result.err)
+        refused(t, "no data of this format", data={"format": word})
 
 
 @key("data.packing")
 def packing_puts_documents_together_or_pads_each(t):
     data = write_jsonl(os.path.join(t.dir, "short.jsonl"), documents=200, n_bytes=20)
-    packed = done(t, "packed", data=data)
-    alone = short(t, "alone", data=data)
-    alone.change(data={"packing": False})
-    alone.result = alone.ok()
+    packed = done(t, "packed", file=data)
+    alone = done(t, "alone", file=data, data={"packing": False})
     described(packed, ", packed")
     described(alone, "200 samples of 32, one document each")
     # 20 bytes and their end: 20 labels of 32 positions, 4 sequences a step
@@ -349,10 +319,7 @@ def shuffle_is_a_function_of_the_seed_and_false_is_the_files_order(t):
     weights = {}
     for shuffle in (True, False):
         for seed in (1, 2):
-            run = tune(t, "%s%d" % (shuffle, seed), folder, run={"seed": seed}, optimizer={"learning_rate": 0.0})
-            run = short(t, "s%s%d" % (shuffle, seed), model=folder)
-            run.change(model={"init": "pretrained"}, run={"seed": seed}, data={"shuffle": shuffle})
-            run.ok()
+            run = tune(t, "%s%d" % (shuffle, seed), folder, run={"seed": seed}, data={"shuffle": shuffle})
             weights[shuffle, seed] = run.digest()[2]
     check(weights[True, 1] != weights[True, 2], "the order does not depend on the seed")
     equal(weights[False, 1], weights[False, 2], "weights without shuffling")
@@ -366,15 +333,11 @@ def cache_dir_holds_what_text_became_and_is_used_again(t):
     def files():
         return {name: os.stat(os.path.join(cache, name)).st_ino for name in os.listdir(cache)}
 
-    run = short(t, "one")
-    run.change(data={"cache_dir": "cache"})
-    run.ok()
+    run = done(t, "one", data={"cache_dir": "cache"})
     made = files()
     check(made, "nothing in %s" % cache)
     check(not os.path.exists(os.path.join(run.dir, "cache")), "another cache in the run directory")
-    again = short(t, "two")
-    again.change(data={"cache_dir": cache})
-    again.ok()
+    again = done(t, "two", data={"cache_dir": cache})
     equal(files(), made, "cache files (a new one has another inode)")
     equal(again.hashes(), run.hashes(), "state hashes")
     check(os.listdir(os.path.join(done(t, "own").dir, "cache")), "the default is output_dir/cache")
@@ -490,7 +453,7 @@ def skip_nonfinite_skips_a_step_or_stops_before_it(t):
     run.ok()
     resume = run.events("resume")[-1]
     equal((resume["t"], resume["data_position"]), (1, 12), "AdamW's t, samples seen")
-    stop = short(t, "stop", **merge(dict(exploding), training=dict(exploding["training"], skip_nonfinite=False)))
+    stop = short(t, "stop", **exploding)
     stop.change(training={"skip_nonfinite": False})
     result = stop.ok(status=FAILED)
     check("gradient norm" in result.err and "skip_nonfinite" in result.err, result.err)
@@ -502,14 +465,12 @@ def skip_nonfinite_skips_a_step_or_stops_before_it(t):
 def spike_policies_are_refused(t):
     same_as_base(t, "off", training={"spike": "off"})
     for word in ("redo", "skip"):
-        result = short(t, "refused", training={"spike": word}).ok(status=USER)
-        check('[training] spike = "%s"' % word in result.err and "no spike policy" in result.err, result.err)
+        refused(t, "no spike policy", training={"spike": word})
 
 
 @key("training.spike_factor")
 def spike_factor_without_a_spike_policy_is_refused(t):
-    result = short(t, "refused", training={"spike_factor": 5.0}).ok(status=USER)
-    check("[training] spike_factor = 5.0" in result.err and "no spike policy" in result.err, result.err)
+    refused(t, "no spike policy", training={"spike_factor": 5.0})
     same_as_base(t, "default", training={"spike_factor": 10.0})
 
 
@@ -843,16 +804,11 @@ HELD = {"val_fraction": 0.1}
 
 @key("eval.interval")
 def interval_is_steps_between_evaluations(t):
-    run = done(t, "run", data=None, training={"steps": 5}, eval={"interval": 2}, **{})  \
-        if False else short(t, "run", training={"steps": 5}, eval={"interval": 2})
-    run.change(data=HELD)
-    run.ok()
+    run = done(t, "run", data=HELD, training={"steps": 5}, eval={"interval": 2})
     equal([e["step"] for e in run.events("eval")], [2, 4, 5], "steps of eval events")
     for event in run.events("eval"):
         check(abs(math.exp(event["val_loss"]) / event["perplexity"] - 1) < 1e-6, "perplexity of %s" % event)
-    off = short(t, "off", training={"steps": 5})
-    off.change(data=HELD)
-    off.ok()
+    off = done(t, "off", data=HELD, training={"steps": 5})
     equal(off.events("eval"), [], "evaluations without an interval")
     equal(off.hashes(), run.hashes(), "evaluation changes the state")
     nothing = short(t, "nothing", eval={"interval": 2}).ok(status=USER)
@@ -863,9 +819,7 @@ def interval_is_steps_between_evaluations(t):
 def sequences_is_how_many_are_evaluated(t):
     tokens = {}
     for n in (1, 5, 100000):
-        run = short(t, "s%d" % n, eval={"interval": STEPS, "sequences": n})
-        run.change(data=HELD)
-        run.result = run.ok()
+        run = done(t, "s%d" % n, data=HELD, eval={"interval": STEPS, "sequences": n})
         tokens[n] = run.events("eval")[0]["tokens"]
     held = int(described(run, r"the last (\d+) samples").group(1))
     check(30 <= tokens[1] <= 32 and 150 <= tokens[5] <= 160, "tokens %s" % tokens)
