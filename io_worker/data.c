@@ -209,8 +209,9 @@ static int open_all(struct data *d, const struct data_config *c)
     if (text && check_tokenizer(c, first->path) < 0)
         return -(int)error_kind_now();
     prepare(d, c, text);
-    if (folder_create(c->cache_dir) < 0 || open_sources(d, &d->train) < 0 ||
-        open_sources(d, &d->validation) < 0)
+    if (folder_create(c->cache_dir) < 0)
+        return error_wrap("[data] cache_dir");
+    if (open_sources(d, &d->train) < 0 || open_sources(d, &d->validation) < 0)
         return -(int)error_kind_now();
     return hold_out(d);
 }

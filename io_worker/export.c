@@ -318,16 +318,26 @@ static int check_float16(const struct export *e, const struct model_part *part, 
     return 0;
 }
 
+/* Elements as f32. To bfloat16 go the weights that the device computed with, not the masters rounded
+ * once more: the split rounds half up, the writer half to even. */
+static void take_chunk(struct export *e, const struct model_part *part, const void *weights,
+                       const uint16_t *residual, uint64_t at, uint64_t n)
+{
+    static const uint16_t none[CHUNK_ELEMENTS];
+    if (residual == NULL)
+        memcpy(e->chunk, (const float *)weights + at, n * sizeof *e->chunk);
+    else
+        join_master((const uint16_t *)weights + at,
+                    e->dtypes[part->tensor] == DTYPE_BF16 ? none : residual + at, n, e->chunk);
+}
+
 static int write_part(struct export *e, const struct model_part *part, const void *weights,
                       const uint16_t *residual)
 {
     for (uint64_t done = 0; done < part->count;) {
         uint64_t left = part->count - done, at = part->page_start + done;
         uint64_t n = left < CHUNK_ELEMENTS ? left : CHUNK_ELEMENTS;
-        if (residual == NULL)
-            memcpy(e->chunk, (const float *)weights + at, n * sizeof *e->chunk);
-        else
-            join_master((const uint16_t *)weights + at, residual + at, n, e->chunk);
+        take_chunk(e, part, weights, residual, at, n);
         if (check_float16(e, part, part->tensor_start + done, n) < 0 ||
             safetensors_writer_write(e->writer, e->chunk, n) < 0)
             return -(int)error_kind_now();

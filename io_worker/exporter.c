@@ -41,8 +41,12 @@ int exporter_begin(struct io *io, const char *out)
         .dtype = io->plan->checkpoint.export_dtype,
         .step = io->newest.facts.step,
     };
-    if (export_open(&e->export, &config) < 0)
+    if (export_open(&e->export, &config) < 0) {
+        if (io->plan->mode == PLAN_TRAIN)
+            (void)error_hint("step %llu is committed; start the run again to resume with its export",
+                             (unsigned long long)config.step);
         return -(int)error_kind_now();
+    }
     memcpy(e->pinned, io->committed, io->layout->n_pages * sizeof *e->pinned);
     e->step = io->newest.facts.step;
     e->page = 0;

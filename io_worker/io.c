@@ -83,6 +83,13 @@ static int run_mode(struct io *io)
     return serve(io);
 }
 
+/* Completions write into what is freed next; a commit that was asked for runs to its end. */
+static void finish_transfers(struct io *io)
+{
+    while (io->engine && engine_in_flight(io->engine) > 0)
+        (void)engine_wait(io->engine, 100); /* what came of them matters to nobody any more */
+}
+
 int io_run(struct worker *w)
 {
     struct io io;
@@ -96,6 +103,7 @@ int io_run(struct worker *w)
         rc = start_open(&io);
     if (rc == 0)
         rc = run_mode(&io);
+    finish_transfers(&io);
     pager_close(&io);
     start_close(&io);
     return rc;

@@ -1,4 +1,5 @@
 #include "io_worker/store.h"
+#include "io_worker/folder.h"
 #include "io_worker/store_internal.h"
 
 #include "procs/check.h"
@@ -26,7 +27,6 @@
 #error "needs the kernel headers of Linux 6.1 or newer (STATX_DIOALIGN)"
 #endif
 
-#define SUPERBLOCK_MAGIC 0x3152455055534d4dull /* "MMSUPER1" in memory */
 
 enum {
     LOCK_RETRY_MS = 20,
@@ -104,7 +104,7 @@ static struct page_digest digest_model(const struct model_layout *layout)
 
 static int file_error(const char *path, const char *what)
 {
-    return error_set(ERROR_FAILED, "%s: %s: %s", path, what, strerror(errno));
+    return error_set(folder_error_kind(errno), "%s: %s: %s", path, what, strerror(errno));
 }
 
 static void file_close(struct store_file *file)
@@ -242,7 +242,7 @@ int store_superblock_load(const struct store_file *file, struct superblock *newe
         ssize_t got = pread(file->fd, &copy, sizeof copy, (off_t)i * SECTOR_BYTES);
         if (got < 0)
             return file_error(file->path, "cannot read");
-        if (got != (ssize_t)sizeof copy || copy.magic != SUPERBLOCK_MAGIC ||
+        if (got != (ssize_t)sizeof copy || copy.magic != STORE_SUPERBLOCK_MAGIC ||
             copy.hash != superblock_hash(&copy))
             continue;
         if (*valid_copies == 0 || copy.generation > newest->generation)
@@ -256,7 +256,7 @@ static int superblock_read(struct store_directory *directory)
 {
     unsigned valid;
     if (store_superblock_load(&directory->superblock, &directory->content, &valid) < 0)
-        return -ERROR_FAILED;
+        return -(int)error_kind_now();
     if (valid == 0) {
         error_set(
             ERROR_FAILED,
@@ -293,10 +293,10 @@ static int superblock_write(struct store_directory *directory, int fd)
 static void superblock_fill(struct store *store, unsigned d, enum store_state state)
 {
     struct superblock *super = &store->directories[d].content;
-    const uint64_t generation = super->magic == SUPERBLOCK_MAGIC ? super->generation : 0;
+    const uint64_t generation = super->magic == STORE_SUPERBLOCK_MAGIC ? super->generation : 0;
     const struct store_options *options = &store->options;
     memset(super, 0, sizeof *super);
-    super->magic = SUPERBLOCK_MAGIC;
+    super->magic = STORE_SUPERBLOCK_MAGIC;
     super->layout_version = STORE_LAYOUT_VERSION;
     super->state = state;
     super->generation = generation;
@@ -323,7 +323,7 @@ static int set_state(struct store *store, enum store_state state)
         struct store_directory *directory = &store->directories[i];
         superblock_fill(store, i, state);
         if (superblock_write(directory, directory->superblock.fd) < 0)
-            return -ERROR_FAILED;
+            return -(int)error_kind_now();
     }
     store->state = state;
     return 0;
@@ -466,9 +466,9 @@ static int open_ready(struct store *store)
         return -(int)error_kind_now();
     for (unsigned d = 0; d < n; d++)
         if (file_check_size(&store->directories[d].slots, store->directories[d].slots_bytes) < 0)
-            return -ERROR_FAILED;
+            return -(int)error_kind_now();
     if (file_check_size(&store->commit, commit_file_bytes(store->options.layout->n_pages)) < 0)
-        return -ERROR_FAILED;
+        return -(int)error_kind_now();
     for (unsigned d = 0; d < n; d++)
         file_make_direct(store, &store->directories[d].slots);
     file_make_direct(store, &store->commit);
@@ -480,7 +480,7 @@ static int refuse_other_run(const struct store *store, struct store_directory *d
 {
     unsigned valid;
     if (store_superblock_load(&directory->superblock, &directory->content, &valid) < 0)
-        return -ERROR_FAILED;
+        return -(int)error_kind_now();
     return valid ? compare_run(store, directory) : 0;
 }
 
@@ -511,11 +511,17 @@ static int open_existing(struct store *store)
         return -(int)error_kind_now();
     if (found == 0)
         return 0; /* ABSENT */
-    int ready = 0;
-    for (unsigned d = 0; d < store->options.n_directories; d++)
-        ready |= store->directories[d].superblock.fd >= 0 &&
-                 store->directories[d].content.directory == 0 &&
-                 store->directories[d].content.state == STORE_READY;
+    int ready = 0, complete = 0, first = 0;
+    for (unsigned d = 0; d < store->options.n_directories; d++) {
+        const struct store_directory *directory = &store->directories[d];
+        if (directory->superblock.fd < 0)
+            continue;
+        first |= directory->content.directory == 0;
+        complete |= directory->content.state == STORE_READY;
+        ready |= directory->content.directory == 0 && directory->content.state == STORE_READY;
+    }
+    if (!first)
+        ready = complete; /* all superblocks existed before any was READY: the first one is lost */
     if (!ready && store->directories[0].superblock.fd >= 0) {
         store->state = store->directories[0].content.state;
         return adopt_files(store);
@@ -753,7 +759,7 @@ static int make_directory(const char *directory)
             char parent[PATH_MAX + 4];
             (void)snprintf(parent, sizeof parent, "%s/..", path);
             if (sync_directory(parent) < 0)
-                return -ERROR_FAILED;
+                return -(int)error_kind_now();
         } else if (errno != EEXIST) {
             return error_set(ERROR_USER, "offload_dir: %s: cannot create the directory: %s", path,
                              strerror(errno));
@@ -904,7 +910,7 @@ static int sync_files(struct store *store)
         return file_error(store->commit.path, "cannot fsync");
     for (unsigned d = 0; d < store->options.n_directories; d++)
         if (sync_directory(store->directories[d].path) < 0)
-            return -ERROR_FAILED;
+            return -(int)error_kind_now();
     return 0;
 }
 
@@ -943,7 +949,7 @@ static int measure_weights(struct store *store)
     uint64_t rates[STORE_DIRECTORIES_MAX], fastest = 1;
     for (unsigned d = 0; d < store->options.n_directories; d++) {
         if (measure_directory(store, store->directories[d].path, &rates[d]) < 0)
-            return -ERROR_FAILED;
+            return -(int)error_kind_now();
         if (rates[d] > fastest)
             fastest = rates[d];
     }
@@ -1003,10 +1009,10 @@ int store_create(struct store *store)
         return -(int)error_kind_now();
     for (unsigned d = 0; d < n; d++)
         if (make_directory(store->directories[d].path) < 0)
-            return -ERROR_FAILED;
+            return -(int)error_kind_now();
     if (!weights_known(store)) {
         if (measure_weights(store) < 0)
-            return -ERROR_FAILED;
+            return -(int)error_kind_now();
         memcpy(store->options.stripe_weights, store->weights, sizeof store->weights);
         if (store_preflight(store) < 0)
             return -(int)error_kind_now();

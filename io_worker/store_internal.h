@@ -3,12 +3,14 @@
 #define IO_WORKER_STORE_INTERNAL_H
 
 #include "io_worker/store.h"
+#include "ipc/store_identity.h"
 
 #include <limits.h>
+#include <stddef.h>
 
 enum {
-    SECTOR_BYTES = 4096,
-    SUPERBLOCK_COPIES = 2,
+    SECTOR_BYTES = STORE_SUPERBLOCK_BYTES,
+    SUPERBLOCK_COPIES = STORE_SUPERBLOCK_COPIES,
     STORE_NOTICE_BYTES = 2048,
 };
 
@@ -34,6 +36,8 @@ struct superblock {
     uint64_t hash; /* xxh3-64 of the 4096 bytes, this field taken as zero */
 };
 _Static_assert(sizeof(struct superblock) == SECTOR_BYTES, "one sector of 4 KiB");
+_Static_assert(offsetof(struct superblock, run) == offsetof(struct store_identity, run),
+               "begins as store_identity.h says");
 
 struct store_file {
     int fd; /* -1: not open */

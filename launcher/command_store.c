@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "ipc/store_identity.h"
 #include "ipc/worker.h"
 #include "launcher/command.h"
 #include "launcher/plan_build.h"
@@ -186,9 +187,31 @@ int command_stop(const struct arguments *a)
 
 /* -- clean -- */
 
+/* Only the files of this run are removed: 1 ours, 0 there is no store, negative. */
+static int is_own_store(const struct run_dir *run, const char *directory)
+{
+    struct store_identity found;
+    char path[LAUNCHER_PATH_BYTES];
+    int ours = 0;
+    (void)snprintf(path, sizeof path, "%s/superblock", directory);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return errno == ENOENT ? 0 : error_set(ERROR_FAILED, "%s: %s", path, strerror(errno));
+    for (int i = 0; i < STORE_SUPERBLOCK_COPIES; i++) {
+        ssize_t n = pread(fd, &found, sizeof found, (off_t)i * STORE_SUPERBLOCK_BYTES);
+        ours |= n == (ssize_t)sizeof found && found.magic == STORE_SUPERBLOCK_MAGIC &&
+                memcmp(found.run, run->id, sizeof found.run) == 0;
+    }
+    (void)close(fd); /* read only */
+    if (ours)
+        return 1;
+    (void)error_set(ERROR_USER, "%s: not the store of this run: it is damaged or another run's", path);
+    return error_hint("nothing was removed; if it is of no use, remove the files superblock, slots and commit there");
+}
+
 static int remove_store(const char *directory)
 {
-    static const char *const files[] = {"superblock", "slots", "commit"};
+    static const char *const files[] = {"slots", "commit", "superblock"}; /* last: it says whose they are */
     char path[LAUNCHER_PATH_BYTES];
     for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
         (void)snprintf(path, sizeof path, "%s/%s", directory, files[i]);
@@ -215,12 +238,16 @@ static int clean(struct launcher *l)
 {
     const struct config *c = &l->config;
     char path[LAUNCHER_PATH_BYTES + 16];
-    for (size_t i = 0; i < c->memory_offload_dir.count; i++)
-        if (remove_store(c->memory_offload_dir.items[i]) < 0)
-            return -(int)error_kind_now();
+    const char *const own_store[] = {path};
+    uint64_t n = c->memory_offload_dir.count;
+    const char *const *stores = n ? (const char *const *)c->memory_offload_dir.items : own_store;
     (void)snprintf(path, sizeof path, "%s/store", l->run.path);
-    if (remove_store(path) < 0)
-        return -(int)error_kind_now();
+    for (uint64_t i = 0; i < (n ? n : 1); i++)
+        if (is_own_store(&l->run, stores[i]) < 0)
+            return -(int)error_kind_now();
+    for (uint64_t i = 0; i < (n ? n : 1); i++)
+        if (is_own_store(&l->run, stores[i]) == 1 && remove_store(stores[i]) < 0)
+            return -(int)error_kind_now();
     (void)snprintf(path, sizeof path, "%s/cache", l->run.path);
     if (run_dir_remove_tree(path) < 0)
         return -(int)error_kind_now();

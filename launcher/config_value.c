@@ -204,7 +204,7 @@ void config_value_print_expected(const struct config_key *key, FILE *out)
         break;
     case CONFIG_TYPE_STRINGS:
     case CONFIG_TYPE_PATHS:
-        fprintf(out, "a %sarray of %s", filled, filled);
+        fprintf(out, "%s %sarray of %s", *filled ? "a" : "an", filled, filled);
         fputs(key->type == CONFIG_TYPE_PATHS ? "paths" : "strings", out);
         break;
     }

@@ -158,7 +158,10 @@ int run_dir_open(struct run_dir *run, const char *path, enum run_dir_mode mode)
 
 void run_dir_close(struct run_dir *run)
 {
+    char before[LAUNCHER_PATH_BYTES];
     if (run->lock_fd >= 0) {
+        if (file_in(run, "config.toml.before", before) == 0)
+            (void)unlink(before); /* there may be none */
         (void)!ftruncate(run->lock_fd, 0); /* no contact any more; a stale one is recognized anyway */
         (void)close(run->lock_fd);
     }
@@ -192,11 +195,12 @@ int run_dir_adopt_config(struct run_dir *run, const struct config *config)
             return -(int)error_kind_now();
         int rc = config_compare_resume(&old, config, announce, NULL);
         config_destroy(&old);
-        if (rc < 0) {
-            (void)error_wrap("%s holds a run with another configuration", run->path);
-            return error_hint("use another run.output_dir, or `mtlaunch clean %s` to free its store", run->path);
-        }
+        if (rc < 0)
+            return error_wrap("%s holds a run with another configuration", run->path);
     }
+    (void)snprintf(aside, sizeof aside, "%s.before", path);
+    (void)unlink(aside);
+    (void)link(path, aside); /* for run_dir_undo(); a file system without links only loses that */
     (void)snprintf(aside, sizeof aside, "%s.new", path);
     if (config_write(config, aside) < 0)
         return -(int)error_kind_now();
@@ -252,7 +256,9 @@ int run_dir_remove_tree(const char *path)
 void run_dir_undo(struct run_dir *run)
 {
     static const char *const ours[] = {"logs", "cache", "store", "config.toml", "run.id", "run.lock"};
-    char path[LAUNCHER_PATH_BYTES];
+    char path[LAUNCHER_PATH_BYTES], before[LAUNCHER_PATH_BYTES];
+    if (!run->fresh && file_in(run, "config.toml", path) == 0 && file_in(run, "config.toml.before", before) == 0)
+        (void)rename(before, path); /* absent where nothing was changed */
     for (size_t i = 0; run->fresh && i < sizeof ours / sizeof *ours; i++)
         if (file_in(run, ours[i], path) == 0)
             (void)run_dir_remove_tree(path); /* the error that brought us here is the one to tell */

@@ -29,8 +29,8 @@ int run_dir_read_config(const char *path, struct config *config);
 int run_dir_write_contact(struct run_dir *run, const char *endpoint, const char *token);
 int run_dir_read_contact(const char *path, char *endpoint, char *token);
 
-/* Removes what this process made of the run: files, and the directory if it was not there before. The
- * current error stays. */
+/* Removes what this process made of the run: files, and the directory if it was not there before; of a
+ * run that was there, gives it its former configuration back. The current error stays. */
 void run_dir_undo(struct run_dir *run);
 
 /* Deletes a directory tree. */

@@ -242,11 +242,14 @@ def write_safetensors(path, tensors):
 
 def read_weights(folder):
     """All tensors of a Hugging Face folder, single file or sharded."""
+    index = os.path.join(folder, "model.safetensors.index.json")
+    files = ["model.safetensors"]
+    if os.path.exists(index):
+        with open(index) as f:
+            files = sorted(set(json.load(f)["weight_map"].values()))
     tensors = {}
-    for name in sorted(os.listdir(folder)):
-        if name.endswith(".safetensors"):
-            tensors.update(read_safetensors(os.path.join(folder, name))[0])
-    check(tensors, "%s: no .safetensors" % folder)
+    for name in files:
+        tensors.update(read_safetensors(os.path.join(folder, name))[0])
     return tensors
 
 

@@ -37,7 +37,7 @@ SANITIZERS = {
         "ASAN_OPTIONS": "detect_stack_use_after_return=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     },
-    "thread": {"SANITIZE": "thread", "TSAN_OPTIONS": "halt_on_error=1"},
+    "thread": {"SANITIZE": "thread", "TSAN_OPTIONS": "suppressions=tests/tsan.txt die_after_fork=0"},
 }
 
 LINE = re.compile(r"^(ok|not ok|skip)\b(?:\s+\d+)?(?:\s+-)?\s*(.*)$")

@@ -164,7 +164,7 @@ PIPELINE_CASES = [PIPELINE_DEFAULTS | case for case in (
         "name": "pipeline_clip_untied_packed", "seed": 205, "data": "llmc32", "packing": True,
         "train": [811], "validation": [150], "eval_sequences": 64,
         "seq_len": 26, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0,
-        "embedding_std": 1e-5, "eps": 1e-5,
+        "embedding_std": 1e-4, "learning_rate": 3e-5, "eps": 1e-7,
         "scheduler": {"type": "cosine", "warmup_steps": 3, "min_lr_ratio": 0.1},
         "config": small_config(tie_word_embeddings=False, rms_norm_eps=1e-12, pad_token_id=2),
     },

@@ -130,6 +130,8 @@ def make_float32_case(case):
             "losses": float64(*exact["losses"]),
             "grad_norm": float64(exact["grad_norms"][0]),
             "grad_norms": float64(*exact["grad_norms"]),
+            "rates": float64(*cases.LEARNING_RATES),
+            "max_grad_norm": float64(case["max_grad_norm"]),
         },
         folder / "reference.safetensors",
     )

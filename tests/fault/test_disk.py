@@ -1,0 +1,408 @@
+#!/usr/bin/env python3
+"""Space that is too small, space that runs out, disks and kernels that cannot what others can, and
+store files that are not what they were.
+
+Small file systems are mounted in a private mount namespace, so that nothing outlives this program;
+where that is not allowed those tests are skipped.
+"""
+import contextlib
+import ctypes
+import os
+import random
+import re
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from harness import *
+
+STEPS = 4
+NAMESPACE = "TEST_DISK_NAMESPACE"
+
+
+def enter_namespace():
+    """Starts this program again where it may mount, if the system lets it."""
+    if NAMESPACE in os.environ:
+        return
+    for options in (["-m"], ["-r", "-m"]):
+        command = ["unshare"] + options + ["--propagation", "private"]
+        tried = subprocess.run(command + ["sh", "-c", "mount -t tmpfs none /mnt"], stderr=subprocess.DEVNULL)
+        if tried.returncode == 0:
+            os.environ[NAMESPACE] = "1"
+            os.execvp("unshare", command + [sys.executable, "-u"] + sys.argv)
+    os.environ[NAMESPACE] = ""
+
+
+@contextlib.contextmanager
+def mounted(directory, size, kind="tmpfs"):
+    if not os.environ[NAMESPACE]:
+        skip("this user may not mount, not even in a namespace of its own (unshare -r -m)")
+    os.makedirs(directory, exist_ok=True)
+    if kind == "tmpfs":
+        command = ["mount", "-t", "tmpfs", "-o", "size=%d" % size, "none", directory]
+    else:
+        image = directory + ".image"
+        with open(image, "wb") as f:
+            f.truncate(size)
+        subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", image], check=True)
+        command = ["mount", "-o", "loop", image, directory]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        skip("%s: %s" % (" ".join(command), done.stderr.strip()))
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "-l", directory], check=True)
+
+
+def disk_run(directory, name="run", **changes):
+    sections = {"training": {"steps": STEPS}, "memory": {"page_elements": 4096}}
+    for section, keys in changes.items():
+        sections.setdefault(section, {}).update(keys)
+    return tiny_run(directory, name, **sections)
+
+
+class Undisturbed:
+    result = None
+
+    @classmethod
+    def get(cls):
+        if cls.result is None:
+            directory = tempfile.mkdtemp(prefix="mt-undisturbed-")
+            run = disk_run(directory)
+            run.ok()
+            cls.result = run.hashes(), run.digest()
+            shutil.rmtree(directory)
+        return cls.result
+
+
+def check_undisturbed(run):
+    hashes, digest = Undisturbed.get()
+    run.check_steps(STEPS)
+    equal(run.hashes(), hashes, "state hashes")
+    equal(run.digest(), digest, "digest")
+
+
+def check_said(result, *parts):
+    text = result.out + result.err
+    for part in parts:
+        check(re.search(part, text), "the message lacks %r:\n%s" % (part, text[-3000:]))
+
+
+# -- does not fit: exit 3 before anything is written --
+
+
+def check_does_not_fit(run, *parts):
+    result = run.ok(status=FIT)
+    check_said(result, *parts)
+    check(not os.path.exists(run.dir), "left behind: %s" % list(tree(run.dir)))
+    return result
+
+
+@test
+def a_store_larger_than_its_disk_is_refused(t):
+    with mounted(os.path.join(t.dir, "small"), 4 << 20) as small:
+        run = disk_run(t.dir, memory={"offload_dir": [os.path.join(small, "store")]})
+        check_does_not_fit(run, r"need \d+ bytes", r"have \d+", re.escape(small))
+        equal(os.listdir(small), [], "written to the small disk")
+
+
+@test
+def a_store_larger_than_its_ext4_disk_is_refused(t):
+    with mounted(os.path.join(t.dir, "small"), 6 << 20, "ext4") as small:
+        run = disk_run(t.dir, memory={"offload_dir": [os.path.join(small, "store")]})
+        check_does_not_fit(run, r"need \d+ bytes", r"have \d+", re.escape(small))
+        equal(os.listdir(small), ["lost+found"], "written to the small disk")
+
+
+@test
+def two_directories_on_one_small_disk_count_once(t):
+    """Each half of the store fits by itself, both together do not."""
+    with mounted(os.path.join(t.dir, "small"), 8 << 20) as small:
+        run = disk_run(t.dir, memory={"offload_dir": [os.path.join(small, "a"), os.path.join(small, "b")]})
+        check_does_not_fit(run, r"need \d+ bytes", r"have \d+")
+        equal(os.listdir(small), [], "written to the small disk")
+
+
+@test
+def shared_memory_too_small_is_refused(t):
+    run = disk_run(t.dir)
+    with mounted("/dev/shm", 1 << 20):
+        check_does_not_fit(run, r"/dev/shm: need \d+ bytes", r"have \d+", "enlarge it")
+        equal(os.listdir("/dev/shm"), [], "left in /dev/shm")
+
+
+@test
+def a_ram_budget_smaller_than_the_run_is_refused(t):
+    run = disk_run(t.dir, memory={"max_ram": "10MB"})
+    check_does_not_fit(run, r"max_ram", r"needs \S+ \S+ of shared memory", r"the budget is 10")
+
+
+@test
+def a_ram_budget_without_room_for_the_device_is_refused(t):
+    """Pools and processes fit, activations of 16 x 512 positions do not."""
+    sections = {"training": {"seq_len": 512, "micro_batch_size": 16}}
+    run = disk_run(t.dir, memory={"max_ram": "10MB"}, **sections)
+    text = run.ok(status=FIT).err
+    found = re.search(r"needs ([\d.]+) (\w+) of shared memory and ([\d.]+) (\w+) for", text)
+    check(found, "no figures in: %s" % text)
+    unit = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
+    need = float(found[1]) * unit[found[2]] + float(found[3]) * unit[found[4]]
+    run.change(memory={"max_ram": int(need * 1.01) + 1000000})
+    check_does_not_fit(run, r"max_ram|budget", r"need", r"device|buffers")
+
+
+# -- full in mid-run --
+
+
+def fill(directory, leave=0):
+    """A file that takes all the space but `leave` bytes."""
+    path = os.path.join(directory, "ballast")
+    with open(path, "wb", buffering=0) as f:
+        try:
+            while True:
+                f.write(b"x" * 65536)
+        except OSError:
+            pass
+        try:
+            while True:
+                f.write(b"x" * 512)
+        except OSError:
+            pass
+    if leave:
+        os.truncate(path, max(0, os.path.getsize(path) - leave))
+    return path
+
+
+def resumed(run):
+    return any(line.get("event") == "resume" for line in run.lines(tolerant=True))
+
+
+def full_in_midrun(t, steps, leave, parts):
+    """The run directory's disk fills up; the store lies on another one. Returns the exit status."""
+    plain = disk_run(t.dir, "plain", training={"steps": steps})
+    plain.ok()
+    with mounted(os.path.join(t.dir, "small"), 6 << 20) as small:
+        directory = os.path.join(small, "run")
+        run = disk_run(t.dir, training={"steps": steps}, run={"output_dir": directory},
+                       memory={"offload_dir": [os.path.join(t.dir, "store")]})
+        run.dir, run.metrics_path = directory, os.path.join(directory, "metrics.jsonl")
+        run.ok("--run.stop_after_step=2", status=STOPPED)
+        with run.start() as live:
+            live.wait_for(lambda: resumed(run), "resume")
+            live.signal(signal.SIGSTOP)
+            ballast = fill(small, leave)
+            live.signal(signal.SIGCONT)
+            status = live.wait(60)
+            result = Result(status, "", live.output(), 0)
+        check_said(result, *parts)
+        step = run.digest()[0]
+        check(step >= 2, "the digest went back to step %d" % step)
+        os.unlink(ballast)
+        run.ok()
+        run.check_steps(steps)
+        equal(run.hashes(), plain.hashes(), "state hashes")
+        equal(run.digest(), plain.digest(), "digest")
+        equal(tree(run.export_dir(steps)), tree(plain.export_dir(steps)), "export")
+        t.note("status %d at step %d of %d" % (status, step, steps))
+        return status
+
+
+@test
+def a_disk_full_for_metrics_ends_the_run_resumable(t):
+    """More lines than the last page of the file takes."""
+    parts = [r"metrics\.jsonl: cannot append", "full|No space", "state is intact.*start it again"]
+    equal(full_in_midrun(t, 40, 0, parts), FAILED, "status")
+
+
+@test
+def a_disk_full_for_the_export_ends_the_run_resumable(t):
+    parts = [r"export/step-%d: the export takes \d+ bytes, \d+ are free" % STEPS, "free some space",
+             "step %d is committed; start the run again" % STEPS]
+    equal(full_in_midrun(t, STEPS, 150000, parts), FIT, "status")
+
+
+# -- what a disk or a kernel cannot do --
+
+
+@test
+def tmpfs_without_direct_io_gives_the_same_bits(t):
+    with mounted(os.path.join(t.dir, "memory"), 64 << 20) as memory:
+        run = disk_run(t.dir, memory={"offload_dir": [os.path.join(memory, "store")]})
+        check_said(run.ok(), "tmpfs: buffered")
+        check_undisturbed(run)
+
+
+@test
+def an_ext4_loop_disk_gives_the_same_bits(t):
+    with mounted(os.path.join(t.dir, "disk"), 64 << 20, "ext4") as disk:
+        run = disk_run(t.dir, memory={"offload_dir": [os.path.join(disk, "store"), os.path.join(t.dir, "other")]})
+        run.ok()
+        check_undisturbed(run)
+
+
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER, PR_CAPBSET_DROP = 38, 22, 2, 24
+IO_URING_SETUP = 425  # on every architecture with the common numbers
+CAP_IPC_LOCK = 14
+
+
+def forbid_io_uring():
+    """As containers do it: io_uring_setup answers EPERM."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    program = b"".join(struct.pack("<HBBI", *i) for i in (
+        (0x20, 0, 0, 0),                  # load the system call's number
+        (0x15, 0, 1, IO_URING_SETUP),     # another one: skip the next
+        (0x06, 0, 0, 0x00050000 | 1),     # return ERRNO | EPERM
+        (0x06, 0, 0, 0x7fff0000)))        # return ALLOW
+    buffer = ctypes.create_string_buffer(program)
+    filters = struct.pack("<HxxxxxxQ", 4, ctypes.addressof(buffer))
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 or \
+            libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.create_string_buffer(filters), 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+@test
+def a_forbidden_io_uring_is_said_and_changes_no_bit(t):
+    run = disk_run(t.dir)
+    result = mtlaunch(run.file, preexec=forbid_io_uring, status=DONE)
+    check_said(result, "io_uring is not available here: Operation not permitted", "sync I/O engine")
+    check_undisturbed(run)
+    asked = disk_run(t.dir, "asked", memory={"io_engine": "io_uring"})
+    result = mtlaunch(asked.file, preexec=forbid_io_uring)
+    check(result.status in (FAILED, USER), "io_engine = \"io_uring\" where there is none: %s" % result)
+    check_said(result, "io_uring is not available here")
+
+
+def no_locked_memory():
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+    ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_IPC_LOCK, 0, 0, 0)  # not root: it has none to drop
+
+
+@test
+def a_memlock_limit_of_nothing_changes_no_bit(t):
+    run = disk_run(t.dir)
+    result = mtlaunch(run.file, preexec=no_locked_memory, status=DONE)
+    check_said(result, "memlock limit|sync I/O engine")
+    check_undisturbed(run)
+
+
+# -- damaged store files --
+
+
+def store_of(run):
+    return os.path.join(run.dir, "store")
+
+
+def damaged(t, name, damage, status, parts, **changes):
+    """A stopped run, damaged; the next start says what is wrong and touches nothing."""
+    run = disk_run(t.dir, name, **changes)
+    run.ok("--run.stop_after_step=2", status=STOPPED)
+    damage(run)
+    directories = [store_of(run)] + list(run.sections["memory"].get("offload_dir", []))
+    before = [tree(d) for d in directories]
+    result = run.run()
+    equal(result.status, status, "status: %s" % result)
+    check_said(result, *parts)
+    equal([tree(d) for d in directories], before, "the store's files")
+    equal(run.steps(), [1, 2], "step lines")
+    return run
+
+
+def truncate_slots(run):
+    path = os.path.join(store_of(run), "slots")
+    os.truncate(path, os.path.getsize(path) // 2)
+
+
+def overwrite(path, offset, data):
+    with open(path, "r+b") as f:
+        f.seek(offset)
+        f.write(data)
+
+
+@test
+def a_truncated_slots_file_is_named(t):
+    damaged(t, "run", truncate_slots, FAILED, [r"store/slots: size: expected \d+ bytes, found \d+"])
+
+
+@test
+def a_slots_file_truncated_to_nothing_is_named(t):
+    damaged(t, "run", lambda run: os.truncate(os.path.join(store_of(run), "slots"), 0), FAILED,
+            [r"store/slots: size: expected \d+ bytes, found 0"])
+
+
+@test
+def a_zeroed_superblock_is_named(t):
+    damaged(t, "run", lambda run: overwrite(os.path.join(store_of(run), "superblock"), 0, bytes(8192)),
+            FAILED, [r"store/superblock: offset 0: expected a superblock", "found none"])
+
+
+@test
+def a_commit_file_of_garbage_is_named(t):
+    def garbage(run):
+        path = os.path.join(store_of(run), "commit")
+        overwrite(path, 0, random.Random(5).randbytes(os.path.getsize(path)))
+    damaged(t, "run", garbage, FAILED, [r"store/commit: offset \d+: expected a valid commit record, found none"])
+
+
+@test
+def a_truncated_commit_file_is_named(t):
+    damaged(t, "run", lambda run: os.truncate(os.path.join(store_of(run), "commit"), 4096), FAILED,
+            [r"store/commit: size: expected \d+ bytes, found 4096"])
+
+
+@test
+def a_missing_slots_file_is_named(t):
+    damaged(t, "run", lambda run: os.unlink(os.path.join(store_of(run), "slots")), FAILED,
+            [r"store/slots: missing, though the store is complete"])
+
+
+@test
+def a_missing_directory_of_two_is_named(t):
+    directories = [os.path.join(t.dir, "store-a"), os.path.join(t.dir, "store-b")]
+    for gone in directories:
+        name = os.path.basename(gone)
+        away = gone + ".away"
+        run = damaged(t, "run-" + name, lambda run, g=gone, a=away: os.rename(g, a), USER,
+                      [re.escape(gone) + ".*missing", "mounted"], memory={"offload_dir": directories})
+        check(not os.path.exists(gone), "%s was made" % gone)
+        os.rename(away, gone)
+        run.ok()
+        check_undisturbed(run)
+        mtlaunch("clean", run.dir, status=DONE)
+
+
+def flip_committed_bit(run):
+    """Flips one bit of the newest commit in a slot; returns what digest said."""
+    path = os.path.join(store_of(run), "slots")
+    for offset in range(10000, os.path.getsize(path), 20000):
+        with open(path, "r+b") as f:
+            f.seek(offset)
+            old = f.read(1)
+            f.seek(offset)
+            f.write(bytes([old[0] ^ 4]))
+        result = mtlaunch("digest", run.dir)
+        if result.status != DONE:
+            return offset, result
+        overwrite(path, offset, old)
+    raise TestFailure("no flipped bit was noticed")
+
+
+@test
+def a_flipped_bit_in_the_newest_commit_goes_one_commit_back(t):
+    run = disk_run(t.dir)
+    run.ok("--run.stop_after_step=2", status=STOPPED)
+    offset, result = flip_committed_bit(run)
+    equal(result.status, FAILED, "status of digest")
+    check_said(result, r"store/slots", r"offset \d+")
+    t.note("flipped a bit at %d: %s" % (offset, result.err.strip().splitlines()[0]))
+    result = run.ok()
+    check_said(result, r"commit \d+ is damaged", "resuming after step 1")
+    check_undisturbed(run)
+
+
+enter_namespace()
+main()
