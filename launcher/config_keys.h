@@ -130,7 +130,7 @@
       "How the store's files are read and written.")                                               \
     X(memory, prefetch, INT, "\"predict\"", WORDS_OR(prefetch, NULL, 1, 1000000), MAY_CHANGE,      \
       NO_BITS, "Pages read ahead: predicted, or a fixed number.")                                  \
-    X(memory, threads, INT, "\"auto\"", WORDS_OR(auto, NULL, 1, 4096), MAY_CHANGE, NO_BITS,        \
+    X(memory, threads, INT, "\"auto\"", WORDS_OR(auto, NULL, 1, 1024), MAY_CHANGE, NO_BITS,        \
       "Compute threads of the CPU device.")                                                        \
     X(memory, drive_tbw, INT, "0", RANGE(0, 1000000000), MAY_CHANGE, NO_BITS,                      \
       "Rating of the drive in terabytes written; 0 = not known.")                                  \

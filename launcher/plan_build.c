@@ -20,6 +20,8 @@ enum {
     STATE_FRAMES_PREDICT = 6,       /* what "predict" may use */
     STATE_FRAMES_MAX = 64,
     RING_DEPTH_MAX = 1 << 16,
+    STEP_TOKENS_LOG2_MAX = 40, /* per step: their ids alone take 16 TB; keeps every sum below in 64 bits */
+    THREADS_MAX = 1024, /* what the CPU device takes; also the limit of memory.threads */
     CODE_BYTES_PER_PROCESS = 24 << 20, /* stacks, libraries' data, BLAS buffers: not pools */
 };
 
@@ -86,6 +88,19 @@ static int check_model(const struct config *c, const struct model_layout *layout
         return error_set(ERROR_USER, "[eval] sample_prompts: this build samples text with tokenizer = "
                                      "\"bytes\" only");
     return 0;
+}
+
+static int check_step_size(const struct config *c)
+{
+    uint64_t tokens = c->training_seq_len * c->training_micro_batch_size; /* at most 2^44 */
+    if (tokens <= ((uint64_t)1 << STEP_TOKENS_LOG2_MAX) / c->training_gradient_accumulation_steps)
+        return 0;
+    (void)error_set(ERROR_FIT,
+                    "[training] seq_len %llu x micro_batch_size %llu x gradient_accumulation_steps %llu: expected at "
+                    "most 2^%d tokens per step",
+                    (unsigned long long)c->training_seq_len, (unsigned long long)c->training_micro_batch_size,
+                    (unsigned long long)c->training_gradient_accumulation_steps, STEP_TOKENS_LOG2_MAX);
+    return error_hint("a step's token ids are kept in RAM; make the batch smaller");
 }
 
 /* -- pools -- */
@@ -246,6 +261,8 @@ static void set_machine(struct plan *plan, const struct config *c)
     if (plan->opt_workers > OPT_WORKERS_MAX)
         plan->opt_workers = OPT_WORKERS_MAX;
     plan->threads = c->memory_threads == CONFIG_AUTO ? machine_cores() : (uint32_t)c->memory_threads;
+    if (plan->threads > THREADS_MAX)
+        plan->threads = THREADS_MAX;
     plan->slots_per_page = c->memory_verify_writes ? 3 : 2;
     plan->io_engine = (uint32_t)c->memory_io_engine; /* same order as enum engine_kind */
     plan->prefetch = c->memory_prefetch == CONFIG_AUTO ? 0 : c->memory_prefetch;
@@ -306,6 +323,8 @@ int plan_build(struct plan **out, const struct launcher *l, const struct plan_re
     plan->generate.top_p = request->top_p;
     plan->generate.seed = request->sampling_seed;
     int rc = check_model(c, &l->layout);
+    if (rc == 0)
+        rc = check_step_size(c);
     if (rc == 0)
         rc = set_identity(plan, l);
     if (rc == 0)

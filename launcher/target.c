@@ -27,6 +27,13 @@ static int replace(char **text, const char *value)
     return *text ? 0 : error_set(ERROR_FAILED, "out of memory");
 }
 
+/* Token shards need no tokenizer, so none is assumed that the vocabulary may be too small for. */
+static int is_shard(const char *data)
+{
+    size_t n = data ? strlen(data) : 0;
+    return n >= 4 && strcmp(data + n - 4, ".bin") == 0;
+}
+
 /* A Hugging Face folder has no run file: the defaults, with what the folder says. */
 static int folder_config(struct launcher *l, const char *folder, const char *data)
 {
@@ -38,7 +45,7 @@ static int folder_config(struct launcher *l, const char *folder, const char *dat
     (void)snprintf(train, sizeof train, "--data.train=%s", data ? data : "/dev/null");
     (void)snprintf(dtype, sizeof dtype, "--model.dtype=%s", model.source_dtype == DTYPE_BF16 ? "bfloat16" : "float32");
     (void)snprintf(tokenizer, sizeof tokenizer, "--model.tokenizer=%s",
-                   file_exists(folder, "tokenizer.json") ? "" : "bytes");
+                   file_exists(folder, "tokenizer.json") || is_shard(data) ? "" : "bytes");
     (void)snprintf(seq, sizeof seq, "--training.seq_len=1024");
     char *overrides[] = {path, train, dtype, tokenizer, seq, "--memory.offload_dir=/nonexistent"};
     return config_load(&l->config, "/dev/null", overrides, sizeof overrides / sizeof *overrides);

@@ -438,8 +438,8 @@ class Background:
         return self.process.poll() is None
 
     def output(self):
-        self.log.seek(0)
-        return self.log.read().decode(errors="replace")
+        # the launcher writes through the same file offset: it must not be moved
+        return os.pread(self.log.fileno(), 1 << 24, 0).decode(errors="replace")
 
     def signal(self, number):
         self.process.send_signal(number)
@@ -467,9 +467,11 @@ class Background:
         return self.wait_for(look, "commit of step %d" % step, timeout)
 
     def wait_ready(self, timeout=60):
-        """Until the workers are READY: metrics are opened then, and a resume is told in them."""
+        """Until the workers are READY: the data are described then, metrics opened, a resume told in them."""
         def look():
-            return self.resumes() > self.base if self.base is not None else os.path.exists(self.run.metrics_path)
+            if self.base is None and os.path.exists(self.run.metrics_path):
+                return True
+            return self.resumes() > (self.base or 0) or re.search(r"^train: ", self.output(), re.M)
         return self.wait_for(look, "READY", timeout)
 
     def resumes(self):
@@ -619,7 +621,7 @@ def _run_one(function, root, options):
     print("%s %s%s" % (verdict, function.__name__, ": " + first if first else ""), flush=True)
     for line in rest.splitlines():
         print("#   %s" % line, flush=True)
-    if options["times"]:
+    if options["times"] or seconds > 10:
         print("#   %.2f s" % seconds, flush=True)
     if verdict != "not ok" and not options["keep"]:
         shutil.rmtree(directory, ignore_errors=True)

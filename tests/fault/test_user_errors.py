@@ -7,6 +7,7 @@ elsewhere, nothing is left on disk, and a run that was there is there unchanged.
 (lines that begin with "# exit"), so that a person can judge them.
 """
 import os
+import subprocess
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -530,6 +531,36 @@ def places_without_permission(t):
     closed = tiny_run(t.dir, "file")
     os.chmod(closed.file, 0o600)
     fails(t, [closed.file], "file.toml", "Permission denied", preexec=as_nobody)
+
+
+@test
+def a_batch_that_fits_nowhere_does_not_fit(t):
+    run = tiny_run(t.dir, hf={"max_position_embeddings": (1 << 31) - 1})
+    for seq_len, micro, steps in ((1 << 24, 1 << 20, 1 << 20), (1 << 24, 1 << 16, 1 << 20), (1 << 24, 1 << 20, 1),
+                                  (32, 1 << 20, 1 << 20)):
+        run.change(training={"seq_len": seq_len, "micro_batch_size": micro, "gradient_accumulation_steps": steps})
+        fails(t, [run.file], "hint: ", status=FIT)
+
+
+@test
+def a_batch_whose_activations_do_not_fit_does_not_fit(t):
+    run = tiny_run(t.dir)
+    run.change(training={"micro_batch_size": 64, "gradient_accumulation_steps": 64}, memory={"max_ram": "120MB"})
+    fails(t, [run.file], "device buffers need", "max_ram", "hint: ", status=FIT)
+
+
+@test
+def a_store_that_does_not_fit_on_its_file_system_writes_nothing(t):
+    small = os.path.join(t.dir, "small")
+    os.mkdir(small)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], capture_output=True,
+                      check=False).returncode != 0:
+        skip("a small file system cannot be mounted here")
+    try:
+        run = tiny_run(t.dir, memory={"offload_dir": [os.path.join(small, "nvme")]})
+        fails(t, [run.file], "small/nvme: the store does not fit: need", "have 2", "hint: ", status=FIT)
+    finally:
+        subprocess.run(["umount", small], check=True)
 
 
 # -- runs that are there --

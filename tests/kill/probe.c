@@ -7,9 +7,9 @@
  *     probe PID kill ROLE[.I] SIGNAL GENERATION WHEN DELAY_US
  *
  * WHEN is "step:N" (all are READY, step N has begun), "export" (one is being written) or
- * "activity:NAME" (io_worker does that), and GENERATION the least life of the segment that counts. One
- * JSON line is printed: what was going on at the last look before the signal. Exit status 3: the run
- * ended before that moment came.
+ * "activity:NAME" (io_worker does that), and GENERATION the least life of the segment that counts.
+ * One JSON line is printed: what was going on at the last look before the signal. Exit status 3:
+ * the run ended before that moment came.
  */
 #include <dirent.h>
 #include <fcntl.h>
@@ -271,7 +271,8 @@ int main(int argc, char **argv)
     if (argc == 8 && strcmp(argv[2], "kill") == 0)
         return kill_command(&v, argv);
     if (argc != 3 || (strcmp(argv[2], "state") != 0 && strcmp(argv[2], "places") != 0)) {
-        (void)fprintf(stderr, "probe PID state|places|kill ROLE[.I] SIGNAL GENERATION WHEN DELAY_US\n");
+        (void)fprintf(stderr,
+                      "probe PID state|places|kill ROLE[.I] SIGNAL GENERATION WHEN DELAY_US\n");
         return 2;
     }
     if (look(&v) <= 0)

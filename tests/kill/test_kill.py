@@ -334,6 +334,35 @@ def a_worker_stopped_for_three_seconds_goes_on(t):
     trial.check_nothing_left()
 
 
+def left_in_order(run, worker):
+    """A worker says so at the very end, when its transfers are done and its memory is given back."""
+    with open(os.path.join(run.dir, "logs", worker + ".log")) as f:
+        return "leaving, status %d" % STOPPED in f.read().splitlines()[-1]
+
+
+@test
+def an_interrupt_at_any_moment_ends_all_in_order(t):
+    """Four times in one run, each time somewhere else in a step, with transfers in flight."""
+    expected = Undisturbed.of("float32")
+    trial = Trial(kill_run(t.dir, "run", workers=3))
+    for i in range(4):
+        with trial.start() as live:
+            seen = trial.kill(live, "launcher", "step:%d" % (2 + 2 * i), number=signal.SIGINT,
+                              delay_s=t.rng.random() * expected.step_s)
+            check(seen, "too late")
+            began = time.monotonic()
+            equal(live.wait(), STOPPED, "status: %s" % live.output())
+            took = time.monotonic() - began
+        check(took < 2, "SIGINT took %.2f s" % took)
+        t.note("interrupted in step %d, %s: %.2f s" % (seen["begun"], probe.phase(seen), took))
+        for worker in ("io_worker.0", "gpu_worker.0", "opt_worker.0", "opt_worker.1", "opt_worker.2"):
+            check(took > 0.9 or left_in_order(trial.run, worker), "%s did not leave in order" % worker)
+    with trial.start() as live:
+        equal(live.wait(), DONE, "status: %s" % live.output())
+    trial.check_undisturbed(expected)
+    trial.check_nothing_left()
+
+
 take_count()
 add_random_kills()
 main()

@@ -753,6 +753,8 @@ def threads_are_the_compute_threads_of_the_cpu_device(t):
         equal({s: h for s, h in run.hashes().items() if s <= STEPS}, base_hashes(t), "state hashes")
     equal((counts[2] - counts[1], counts[3] - counts[2]), (1, 1), "tasks of gpu_worker %s" % counts)
     same_as_base(t, "auto", memory={"threads": "auto"})
+    many = short(t, "many", memory={"threads": 1025}).ok(status=USER)
+    check("from 1 to 1024" in many.err, many.err)
 
 
 @key("memory.drive_tbw")

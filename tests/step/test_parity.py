@@ -30,7 +30,7 @@ LOSS, NORM, RATE, AFTER = 5e-6, 1e-5, 1e-7, 1e-5
 # bfloat16 compute: loss of a step against float64 on the float32 masters, relative. The emulation of
 # transformers' rounding points (the golden's losses_bfloat16) is off by up to 7e-4.
 BFLOAT16_LOSS = 2e-3
-# This one's gradients are a thousand times the others': rounding to bfloat16 moves its losses by 1 %.
+# Gradient norms of 900 to 1800: here the emulation itself is off by 1.3 %, which would drown all other cases.
 NOT_FOR_BFLOAT16 = "pipeline_clip_untied_packed"
 # rms over all steps of all cases, against the emulation's rms
 BFLOAT16_RMS = 1.3
@@ -58,7 +58,8 @@ class Golden:
 
     def run(self, t, name="run", **changes):
         text = self.meta["train"][0].endswith(".jsonl")
-        sections = {"model": {"init": "pretrained", "tokenizer": "bytes" if text else None}, "data": {"validation": self.files("validation")},
+        sections = {"model": {"init": "pretrained", "tokenizer": "bytes" if text else None},
+                    "data": {"validation": self.files("validation")},
                     "memory": {"page_elements": 4096}, "optimizer": {"workers": 2}}
         for section, keys in self.meta["run"].items():
             sections.setdefault(section, {}).update(keys)
@@ -125,6 +126,14 @@ def run_once(t, golden, name="run", **changes):
 # -- the comparison --
 
 
+def evaluate(golden, folder, *options):
+    """`mtlaunch eval` on the whole validation file, its incomplete end included."""
+    loss, tokens = golden.reference["whole"]
+    words = mtlaunch("eval", folder, "--data", golden.files("validation")[0], *options, status=DONE).out.split()
+    equal(int(words[1]), int(tokens), "tokens of eval %s" % folder)
+    check(relative(float(words[3]), loss) <= LOSS, "eval %s: expected loss %r, found %s" % (folder, loss, words[3]))
+
+
 def parity(golden, t):
     found = run_once(t, golden)
     ref = golden.reference
@@ -134,13 +143,13 @@ def parity(golden, t):
         check(error <= tolerance, "%s: off by %.3g, at most %.1g" % (what, error, tolerance))
     equal(len([n for n in out if n.startswith("after.")]), len(found.weights), "tensors compared")
     for step, rate in enumerate(ref["rates"]):
-        check(relative(found.lines[step]["learning_rate"], rate) <= RATE, "learning rate of step %d: expected %r, found %r"
-              % (step + 1, rate, found.lines[step]["learning_rate"]))
+        shown = found.lines[step]["learning_rate"]
+        check(relative(shown, rate) <= RATE, "learning rate of step %d: expected %r, found %r" % (step + 1, rate, shown))
+    equal(found.series("labelled_tokens"), [int(n) for n in ref["labelled"]], "labelled tokens of each step")
     equal(found.validation[1], ref["validation"][1], "tokens of the validation")
-
-    whole = mtlaunch("eval", found.run.dir, "--data", golden.files("validation")[0], status=DONE).out.split()
-    equal(int(whole[1]), int(ref["whole"][1]), "tokens of eval")
-    check(relative(float(whole[3]), ref["whole"][0]) <= LOSS, "eval: expected %r, found %s" % (ref["whole"][0], whole))
+    evaluate(golden, found.run.dir)
+    if golden.meta["run"]["data"]["packing"]:  # a folder has no run file; eval packs then
+        evaluate(golden, found.run.export_dir(STEPS), "--seq-len", golden.meta["run"]["training"]["seq_len"])
 
     for variant in golden.meta["variants"]:
         against = errors(found, ref, "variant.%s." % variant)
@@ -149,7 +158,7 @@ def parity(golden, t):
 
 
 for case in CASES:
-    add_test("float32_equals_transformers_" + case, lambda t, case=case: parity(Golden(case), t))
+    add_test(case + "_equals_transformers_in_float32", lambda t, case=case: parity(Golden(case), t))
 
 
 def refused(t, golden, what, **changes):
@@ -187,7 +196,7 @@ def decay_leaves_exactly_the_named_tensors_alone(t):
         after[decay] = read_weights(run.export_dir(1))
     before = read_weights(golden.dir)
     for name, tensor in after[0.0].items():
-        if tensor[1] == tuple([tensor[1][0]]) or "norm" in name or "k_proj" in name or name == "lm_head.weight":
+        if len(tensor[1]) == 1 or "k_proj" in name or name == "lm_head.weight":
             equal(after[0.5][name][2], tensor[2], "%s, exempt" % name)
             continue
         moved = [a - b for a, b in zip(floats(after[0.5][name]), floats(tensor))]
@@ -277,7 +286,7 @@ def bfloat16_follows_float64_as_near_as_its_rounding_points_allow(t):
     """Loss of every step against float64 on float32 weights: each within BFLOAT16_LOSS, and the rms over all steps
     of all cases within BFLOAT16_RMS of what an emulation of transformers' rounding points leaves.
     """
-    ours, emulated, worst = [], [], 0
+    ours, emulated = [], []
     for case in CASES:
         if case == NOT_FOR_BFLOAT16:
             continue

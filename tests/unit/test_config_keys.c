@@ -67,7 +67,7 @@ static void a_message_names_the_limits_and_the_value(void **state)
                  "run.toml:6:3: [training] seq_len: expected an integer from 1 to 16777216, found "
                  "\"abc\"");
     assert_error(fixture_load(&config, REQUIRED "[optimizer]\nworkers = 0\n"),
-                 "expected \"auto\" or an integer from 1 to 256, found 0");
+                 "expected \"auto\" or an integer from 1 to 64, found 0");
     assert_error(fixture_load(&config, REQUIRED "[memory]\ndevice = \"gpu\"\n"),
                  "expected \"auto\", \"cpu\" or \"cuda:N\" with N from 0 to 127, found \"gpu\"");
     assert_error(fixture_load(&config, REQUIRED "[lr_scheduler]\ntype = \"step\"\n"),

@@ -85,7 +85,7 @@ static void odd_strings_and_numbers_read_back(void **state)
     assert_loads(fixture_load(&config,
                               "[model]\npath = \"a \\\"b\\\" \\\\ \\n \\t \\u007f # \\u00fc\"\n"
                               "[data]\ntrain = [\"x,y\", \"]\", \"'\"]\nval_fraction = 0.1\n"
-                              "[optimizer]\nlearning_rate = 3.3333333333333335e-4\neps = 0\n"
+                              "[optimizer]\nlearning_rate = 3.3333333333333335e-4\neps = 1.2e-38\n"
                               "betas = [0, 0.99999999999999989]\nno_decay = []\n"
                               "[run]\nseed = 9223372036854775807\n"
                               "[training]\nepochs = 1e-3\nmax_grad_norm = -0.0\n"

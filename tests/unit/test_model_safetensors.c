@@ -540,7 +540,7 @@ static void a_checkpoint_of_another_model_is_refused_by_tensor(void **state)
 {
     (void)state;
     assert_int_equal(check_model(0, WITHOUT_HEAD), -ERROR_USER);
-    assert_non_null(strstr(error_text(), "tensor lm_head.weight: expected in the checkpoint"));
+    assert_non_null(strstr(error_text(), "tensor lm_head.weight: expected in the weights"));
     assert_non_null(strstr(error_text(), "tie_word_embeddings"));
     assert_int_equal(check_model(0, WITH_BIAS), -ERROR_USER);
     assert_non_null(strstr(error_text(), "q_proj.bias: expected no such tensor"));
