@@ -148,7 +148,7 @@ static void flip_bit(const struct gpu *g, uint64_t page, float *frame)
     uint64_t i = 0, last = g->w->layout.pages[page].elements - 1;
     if (g->step != g->flip_step || page != 0)
         return;
-    while (frame[i] == 0.0f && i < last)
+    while (i < last && frame[i] == 0.0f)
         i++; /* a bit of 0 would make a denormal, and those count as zero */
     memcpy(&bits, frame + i, sizeof bits);
     bits ^= 1u << 21;

@@ -318,8 +318,8 @@ static int check_float16(const struct export *e, const struct model_part *part, 
     return 0;
 }
 
-/* Elements as f32. To bfloat16 go the weights that the device computed with, not the masters rounded
- * once more: the split rounds half up, the writer half to even. */
+/* Elements as f32. To bfloat16 go the weights that the device computed with, not the masters
+ * rounded once more: the split rounds half up, the writer half to even. */
 static void take_chunk(struct export *e, const struct model_part *part, const void *weights,
                        const uint16_t *residual, uint64_t at, uint64_t n)
 {

@@ -40,9 +40,9 @@ int folder_create(const char *folder)
             return error_set(folder_error_kind(errno), "%s: cannot create the folder: %s", path,
                              strerror(errno));
         if (c == '\0')
-            return is_folder(path) ? 0
-                                   : error_set(ERROR_USER, "%s: expected a folder, found a file",
-                                               path);
+            return is_folder(path)
+                       ? 0
+                       : error_set(ERROR_USER, "%s: expected a folder, found a file", path);
         *p = c;
     }
 }

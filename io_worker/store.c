@@ -27,7 +27,6 @@
 #error "needs the kernel headers of Linux 6.1 or newer (STATX_DIOALIGN)"
 #endif
 
-
 enum {
     LOCK_RETRY_MS = 20,
     PROGRESS_INTERVAL_MS = 100,
@@ -475,7 +474,8 @@ static int open_ready(struct store *store)
     return open_engine(store, NULL, 0);
 }
 
-/* Another's store is told at once: whoever holds its lock is no dead process of ours to wait for. */
+/* Another's store is told at once: whoever holds its lock is no dead process of ours to wait for.
+ */
 static int refuse_other_run(const struct store *store, struct store_directory *directory)
 {
     unsigned valid;
@@ -946,7 +946,7 @@ static int measure_directory(struct store *store, const char *path, uint64_t *ra
 /* Weights 1 .. STRIPE_WEIGHT_MAX in proportion to what each directory was measured to move. */
 static int measure_weights(struct store *store)
 {
-    uint64_t rates[STORE_DIRECTORIES_MAX], fastest = 1;
+    uint64_t rates[STORE_DIRECTORIES_MAX] = {0}, fastest = 1;
     for (unsigned d = 0; d < store->options.n_directories; d++) {
         if (measure_directory(store, store->directories[d].path, &rates[d]) < 0)
             return -(int)error_kind_now();

@@ -28,7 +28,10 @@ static int scan_vocabulary(struct largest *most, json_t *vocab)
     json_t *value;
     size_t i;
     if (json_is_object(vocab)) {
-        json_object_foreach(vocab, token, value) consider(most, token, json_integer_value(value));
+        json_object_foreach(vocab, token, value)
+        {
+            consider(most, token, json_integer_value(value));
+        }
         return 0;
     }
     if (!json_is_array(vocab))

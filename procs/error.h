@@ -49,7 +49,7 @@ void error_clear(void);
 
 /* A static analyzer sees one file at a time; this tells it what the functions promise. */
 #if defined(__clang_analyzer__) && !defined(PROCS_ERROR_BODIES)
-#define error_set(kind, ...) (error_set(kind, __VA_ARGS__), -(int)(kind))
+#define error_set(kind, ...) (error_set(kind, __VA_ARGS__), -(int)(kind) - !(kind))
 #define error_wrap(...)      (error_wrap(__VA_ARGS__), -(int)ERROR_FAILED)
 #define error_hint(...)      (error_hint(__VA_ARGS__), -(int)ERROR_FAILED)
 #endif

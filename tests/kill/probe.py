@@ -1,10 +1,12 @@
 """Builds and calls probe.c, which looks into a live run from outside; see there."""
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 
-from harness import ROOT, TestFailure, check
+from harness import ROOT, check
 
 GONE = 3
 _program = []
@@ -14,6 +16,7 @@ def program():
     """The path of the probe, compiled once per test program."""
     if not _program:
         directory = tempfile.mkdtemp(prefix="mt-probe-")
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
         path = os.path.join(directory, "probe")
         sources = ["tests/kill/probe.c", "ipc/topology.c"]
         subprocess.run(["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-O1", "-I.", "-o", path] + sources,
@@ -57,4 +60,4 @@ def phase(seen):
     return " + ".join(parts) or "between"
 
 
-__all__ = ["GONE", "TestFailure", "call", "kill", "phase", "places", "program", "state"]
+__all__ = ["GONE", "call", "kill", "phase", "places", "program", "state"]

@@ -321,6 +321,25 @@ def a_killed_launcher_takes_everything_with_it(t):
     equal(sockets & socket_dirs(), set(), "socket directories of the killed launcher, after the next start")
 
 
+@test
+def a_frozen_worker_ends_with_the_launcher(t):
+    """It can look at nothing and answer nothing; the kernel must end it, or the launcher."""
+    run = long_run(t)
+    for number, role in ((signal.SIGKILL, "gpu_worker"), (signal.SIGKILL, "io_worker"), (signal.SIGTERM, "opt_worker")):
+        with run.start() as b:
+            b.wait_ready()
+            workers = [pid for pid, _ in b.children()]
+            os.kill(b.children(role)[0][0], signal.SIGSTOP)
+            began = time.monotonic()
+            b.signal(number)
+            status = b.wait(10)
+            equal(status, STOPPED if number == signal.SIGTERM else -number, "status with a frozen " + role)
+            gone(workers, 2, "workers are gone, with a frozen " + role)
+            check(time.monotonic() - began < 2, "with a frozen %s: ended after %.2f s, expected 2" % (
+                role, time.monotonic() - began))
+    check_resumes(run)
+
+
 def sockets_of(b):
     """The /tmp/mtlaunch-* directories in which this launcher listens."""
     with open("/proc/net/unix") as f:
