@@ -18,7 +18,7 @@
 
 /* What is remembered of deaths, to notice that nothing moves. */
 struct obituaries {
-    uint64_t step;  /* newest commit at the last death */
+    uint64_t step;  /* newest commit seen at a death; before recovery ends a store says 0 */
     uint32_t deaths; /* since that commit */
     uint32_t alike;  /* of them, in a row, with the same cause */
     char cause[160];
@@ -103,10 +103,10 @@ static int judge(struct launcher *l, struct obituaries *o, const struct child *c
                          *words ? ": " : "", words);
     (void)snprintf(alike, sizeof alike, "%s.%u %s", topology_role_name(child->role), child->index, cause);
     uint64_t step = coordinator_committed(l);
-    if (step != o->step)
+    if (step > o->step)
         o->deaths = o->alike = 0;
     o->alike = strcmp(alike, o->cause) == 0 ? o->alike + 1 : 1;
-    o->step = step;
+    o->step = step > o->step ? step : o->step;
     o->deaths++;
     (void)snprintf(o->cause, sizeof o->cause, "%s", alike);
     return o->alike >= SUPERVISOR_ALIKE_MAX || o->deaths >= SUPERVISOR_DEATHS_MAX ? give_up(l, o, words) : 0;
@@ -200,7 +200,7 @@ static int grace(int rc)
 
 int supervisor_run(struct launcher *l, const struct supervisor_job *job)
 {
-    struct obituaries obituaries = {.step = UINT64_MAX};
+    struct obituaries obituaries = {.step = 0};
     int rc;
     do {
         rc = session_open(l, &job->request);
