@@ -37,7 +37,9 @@ static int scan_vocabulary(struct largest *most, json_t *vocab)
     if (!json_is_array(vocab))
         return -1;
     json_array_foreach(vocab, i, value)
+    {
         consider(most, json_string_value(json_array_get(value, 0)), (json_int_t)i);
+    }
     return 0;
 }
 
@@ -46,8 +48,10 @@ static void scan_added(struct largest *most, const json_t *added)
     json_t *value;
     size_t i;
     json_array_foreach(added, i, value)
+    {
         consider(most, json_string_value(json_object_get(value, "content")),
                  json_integer_value(json_object_get(value, "id")));
+    }
 }
 
 static int check_ids(const char *path, const json_t *root, uint64_t vocab_size)
