@@ -115,7 +115,7 @@ soak: all
 	while python3 -u tests/kill/test_kill.py --only random_kills --count 200; do :; done
 
 numbers: all benches tools/venv/installed
-	tools/venv/bin/python bench/numbers.py
+	tools/venv/bin/python bench/measure.py
 
 goldens: tools/venv/installed
 	tools/venv/bin/python tools/goldens/make_goldens.py

@@ -119,24 +119,30 @@ void gpu_head(const struct gpu *g, struct layers_head *head)
 
 /* -- gradients -- */
 
-static void collect_returns(struct gpu *g)
+static int collect_returns(struct gpu *g)
 {
     struct ring_descriptor d;
-    for (uint32_t i = 0; i < g->w->plan->opt_workers; i++)
-        while (ring_consume(&g->gradient_return[i], &d) == 1)
+    for (uint32_t i = 0; i < g->w->plan->opt_workers; i++) {
+        int rc;
+        while ((rc = ring_consume(&g->gradient_return[i], &d)) == 1)
             g->free_frames[g->n_free++] = d.frame;
+        if (rc < 0)
+            return error_wrap("ring GRADIENT_RETURN of opt_worker %u", i);
+    }
+    return 0;
 }
 
 static int take_frame(struct gpu *g, uint32_t *frame)
 {
     for (;;) {
-        collect_returns(g);
+        int rc = collect_returns(g);
+        if (rc < 0)
+            return rc;
         if (g->n_free) {
             *frame = g->free_frames[--g->n_free];
             return 0;
         }
-        int rc = worker_pause(g->w, RING_GRADIENT);
-        if (rc < 0)
+        if ((rc = worker_pause(g->w, RING_GRADIENT)) < 0)
             return rc;
     }
 }

@@ -86,8 +86,11 @@ static int run_mode(struct io *io)
 /* Completions write into what is freed next; a commit that was asked for runs to its end. */
 static void finish_transfers(struct io *io)
 {
-    while (io->engine && engine_in_flight(io->engine) > 0)
+    while (io->engine && engine_in_flight(io->engine) > 0) {
         (void)engine_wait(io->engine, 100); /* what came of them matters to nobody any more */
+        if (io->commit)
+            (void)commit_do_work(io->commit); /* what a full engine refused */
+    }
 }
 
 int io_run(struct worker *w)

@@ -97,6 +97,7 @@ struct io {
     struct cursor step_cursor, sweep_cursor;
     uint64_t *weights_version; /* (n_pages): version in the frame */
     uint32_t *weights_lent;    /* (n_pages): times lent now */
+    uint64_t n_lent;           /* their sum; at most what WEIGHTS_RETURN holds */
 
     /* the step being applied */
     struct lane *lanes;

@@ -129,10 +129,12 @@ static int feed(struct io *io)
 
 /* -- WEIGHTS -- */
 
-/* Lends the cursor's page: 1, 0 when the ring is full, negative. */
+/* Lends the cursor's page: 1, 0 when the ring is full (this one, or that of the returns would be), negative. */
 static int lend_weights(struct io *io, const struct visits *vs, struct cursor *c, uint32_t kind)
 {
     const struct visit *visit = &vs->visits[c->visit];
+    if (io->n_lent == io->weights_return.depth)
+        return 0;
     struct ring_descriptor d = {.kind = kind, .step = c->number, .visit = c->visit};
     d.page = visit_page(io->layout, visit, c->k);
     d.frame = (uint32_t)d.page;
@@ -142,6 +144,7 @@ static int lend_weights(struct io *io, const struct visits *vs, struct cursor *c
     if (rc < 0)
         return rc == -EAGAIN ? 0 : error_wrap("ring WEIGHTS");
     io->weights_lent[d.page]++;
+    io->n_lent++;
     if (++c->k == visit_n_pages(io->layout, visit)) {
         c->k = 0;
         c->visit++;
@@ -198,8 +201,10 @@ static int take_weights_back(struct io *io)
 {
     struct ring_descriptor d;
     int rc;
-    while ((rc = ring_consume(&io->weights_return, &d)) == 1)
+    while ((rc = ring_consume(&io->weights_return, &d)) == 1) {
         io->weights_lent[d.page]--;
+        io->n_lent--;
+    }
     return rc;
 }
 

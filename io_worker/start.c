@@ -283,13 +283,21 @@ static int load_one(struct io *io, void *image, uint64_t page)
     store_request_page(io->store, &request, IO_READ, page, io->committed[page].slot);
     if (engine_run(io->engine, &request) < 0)
         return -(int)error_kind_now();
-    memcpy(segment_frame(&io->w->segment, REGION_WEIGHTS_POOL, 0, (uint32_t)page),
-           page_image_part(image, &layout, PART_WEIGHTS), pager_weights_bytes(io, page));
+    void *frame = segment_frame(&io->w->segment, REGION_WEIGHTS_POOL, 0, (uint32_t)page);
+    uint64_t bytes = pager_weights_bytes(io, page);
+    memcpy(frame, page_image_part(image, &layout, PART_WEIGHTS), bytes);
+    if (!page_digest_equal(page_image_digest(frame, bytes), io->committed[page].digest[PART_WEIGHTS]))
+        return error_set(ERROR_FAILED,
+                         "%s, offset %llu: weights of page %llu: the digest is not the committed one, "
+                         "though it was when recovery read them",
+                         store_file_path(io->store, request.file), (unsigned long long)request.offset,
+                         (unsigned long long)page);
     io->weights_version[page] = io->committed[page].version;
     return 0;
 }
 
-/* Compute weights of the newest commit, whose bytes recovery has just verified. */
+/* Compute weights of the newest commit. Recovery has just verified the bytes on disk; this is another read
+ * of them, so it is checked too. */
 static int load_from_store(struct io *io)
 {
     void *image = io->exporter.image;

@@ -74,6 +74,15 @@ static int export_exists(const struct launcher *l, uint64_t step)
     return access(path, F_OK) == 0;
 }
 
+/* STEP_APPLY of the second step after an export waits for it, so only the one before last can be cut off. */
+static void tell_lost_export(const struct launcher *l, uint64_t resumed)
+{
+    uint64_t step = resumed - 1;
+    if (resumed > 1 && export_due(l, step) && !export_exists(l, step))
+        progress_warn(l->progress, "there is no export of step %llu, which was due: the run has gone on to step %llu",
+                      (unsigned long long)step, (unsigned long long)resumed);
+}
+
 static uint64_t run_length(const struct launcher *l)
 {
     const struct config *c = &l->config;
@@ -139,6 +148,7 @@ int coordinator_begin(struct launcher *l)
     c->evaluated = metrics_last_evaluation(l->metrics);
     tell_resume(l, resumed);
     tell_mode(l);
+    tell_lost_export(l, resumed);
     atomic_store_explicit(&l->session.orders->apply_step, resumed, memory_order_release);
     atomic_store_explicit(&l->session.orders->commit_step, resumed, memory_order_release);
     c->step_begin_ns = clock_now_ns();

@@ -37,6 +37,7 @@ struct run_dir {
     int lock_fd;
     int created; /* the directory, by this process; or only, */
     int fresh;   /* the run in it: both go again if the start fails on the user's account */
+    uint32_t before; /* bit i: run_dir.c's entry i was there before this process */
 };
 
 /* One generation: one life of the shared segment and of the workers on it. */

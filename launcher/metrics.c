@@ -9,6 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "model/tokenizer_bytes.h"
 #include "procs/error.h"
 
 enum { METRICS_LINE_BYTES_MAX = 16384 };
@@ -141,16 +142,30 @@ int metrics_append(struct metrics *m, const char *json, enum metrics_durability 
 
 void metrics_event(struct metrics *m, const char *name, const char *fields)
 {
-    char line[METRICS_LINE_BYTES_MAX / 2], when[32];
+    char line[METRICS_LINE_BYTES_MAX - 1], when[32];
     time_t now = time(NULL);
     struct tm utc;
     if (!m)
         return;
     (void)gmtime_r(&now, &utc);
     (void)strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%SZ", &utc);
-    (void)snprintf(line, sizeof line, "{\"event\": \"%s\", \"time\": \"%s\"%s}", name, when, fields);
-    if (metrics_append(m, line, METRICS_LAZY) < 0 && !m->complained++)
+    int n = snprintf(line, sizeof line, "{\"event\": \"%s\", \"time\": \"%s\"%s}", name, when, fields);
+    int rc = n < (int)sizeof line ? metrics_append(m, line, METRICS_LAZY)
+                                  : error_set(ERROR_FAILED, "%s: event %s of %d bytes left out", m->path, name, n);
+    if (rc < 0 && !m->complained++)
         (void)fprintf(stderr, "warning: %s\n", error_text());
+}
+
+/* Bytes of the UTF-8 character at `text`, 0 if there is none: a model may say anything. */
+static size_t character_bytes(const unsigned char *text)
+{
+    struct utf8_check check = {0};
+    size_t n = 0;
+    do
+        if (utf8_check_feed(&check, text + n, 1) < 0) /* the NUL at the end is no continuation */
+            return 0;
+    while (n++, utf8_check_end(&check) < 0);
+    return n;
 }
 
 const char *metrics_quote(char *out, uint64_t bytes, const char *text)
@@ -159,13 +174,17 @@ const char *metrics_quote(char *out, uint64_t bytes, const char *text)
     if (bytes < 3)
         return "\"\"";
     out[n++] = '"';
-    for (const unsigned char *p = (const unsigned char *)text; *p && n + 8 < bytes; p++) {
+    for (const unsigned char *p = (const unsigned char *)text; *p && n + 8 < bytes;) {
+        size_t length = character_bytes(p);
         if (*p == '"' || *p == '\\')
             out[n++] = '\\';
-        if (*p < 0x20 || *p == 0x7f)
-            n += (uint64_t)snprintf(out + n, bytes - n, "\\u%04x", *p);
-        else
-            out[n++] = (char)*p;
+        if (length == 0 || *p < 0x20 || *p == 0x7f) {
+            n += (uint64_t)snprintf(out + n, bytes - n, "\\u%04x", length ? *p : 0xfffd);
+        } else {
+            memcpy(out + n, p, length);
+            n += length;
+        }
+        p += length ? length : 1;
     }
     out[n++] = '"';
     out[n] = '\0';

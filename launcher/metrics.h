@@ -28,7 +28,7 @@ int metrics_append(struct metrics *metrics, const char *json, enum metrics_durab
  * once: an event that cannot be written stops no training. */
 void metrics_event(struct metrics *metrics, const char *name, const char *fields);
 
-/* Text as a JSON string, quotes included; control bytes escaped. */
+/* Text as a JSON string, quotes included; control bytes escaped, bytes that are no UTF-8 shown as U+FFFD. */
 const char *metrics_quote(char *out, uint64_t bytes, const char *text);
 
 #endif

@@ -13,6 +13,10 @@
 
 #include "procs/error.h"
 
+/* What a start makes in the run directory, in the order in which run_dir_undo() takes it away. */
+static const char *const entries[] = {"logs", "cache", "store", "config.toml", "run.id", "run.lock"};
+enum { ENTRIES = sizeof entries / sizeof entries[0] };
+
 static int file_in(const struct run_dir *run, const char *name, char *out)
 {
     int n = snprintf(out, LAUNCHER_PATH_BYTES, "%s/%s", run->path, name);
@@ -76,6 +80,16 @@ static int write_text(const char *path, const char *text)
     return 0;
 }
 
+/* A store is written under this identity: its name must not be lost where the store is not. */
+static int sync_directory(const char *path)
+{
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int rc = fd < 0 || fsync(fd) < 0 ? error_set(ERROR_FAILED, "%s: fsync: %s", path, strerror(errno)) : 0;
+    if (fd >= 0)
+        (void)close(fd); /* opened for reading */
+    return rc;
+}
+
 static int parse_id(const char *text, uint8_t id[RUN_ID_BYTES])
 {
     for (int i = 0; i < RUN_ID_BYTES; i++) {
@@ -102,7 +116,7 @@ static int identify(struct run_dir *run)
         return error_set(ERROR_FAILED, "getrandom: %s", strerror(errno));
     for (int i = 0; i < RUN_ID_BYTES; i++)
         (void)snprintf(text + 2 * i, 3, "%02x", run->id[i]);
-    return write_text(path, text);
+    return write_text(path, text) < 0 ? -(int)error_kind_now() : sync_directory(run->path);
 }
 
 static int lock(struct run_dir *run)
@@ -135,6 +149,16 @@ static void clean_socket(const struct run_dir *run)
     }
 }
 
+/* A directory that lost its run.id looks fresh, and still holds a store that took weeks. */
+static void note_entries(struct run_dir *run)
+{
+    char path[LAUNCHER_PATH_BYTES];
+    struct stat there;
+    for (uint32_t i = 0; i < ENTRIES; i++)
+        if (file_in(run, entries[i], path) < 0 || lstat(path, &there) == 0 || errno != ENOENT)
+            run->before |= 1u << i;
+}
+
 int run_dir_open(struct run_dir *run, const char *path, enum run_dir_mode mode)
 {
     char probe[LAUNCHER_PATH_BYTES];
@@ -148,6 +172,7 @@ int run_dir_open(struct run_dir *run, const char *path, enum run_dir_mode mode)
     } else if (file_in(run, "run.id", probe) < 0 || access(probe, R_OK) < 0) {
         return error_set(ERROR_USER, "%s: not a run directory: no run.id in it", path);
     }
+    note_entries(run);
     if (lock(run) < 0) {
         run_dir_close(run);
         return -(int)error_kind_now();
@@ -190,6 +215,8 @@ int run_dir_adopt_config(struct run_dir *run, const struct config *config)
     struct config old;
     if (file_in(run, "config.toml", path) < 0)
         return -(int)error_kind_now();
+    (void)snprintf(aside, sizeof aside, "%s.before", path);
+    (void)unlink(aside); /* of a launcher that was killed; run_dir_undo() must not take it for ours */
     if (access(path, F_OK) == 0) {
         if (config_load(&old, path, NULL, 0) < 0)
             return -(int)error_kind_now();
@@ -198,8 +225,6 @@ int run_dir_adopt_config(struct run_dir *run, const struct config *config)
         if (rc < 0)
             return error_wrap("%s holds a run with another configuration", run->path);
     }
-    (void)snprintf(aside, sizeof aside, "%s.before", path);
-    (void)unlink(aside);
     (void)link(path, aside); /* for run_dir_undo(); a file system without links only loses that */
     (void)snprintf(aside, sizeof aside, "%s.new", path);
     if (config_write(config, aside) < 0)
@@ -255,12 +280,11 @@ int run_dir_remove_tree(const char *path)
 
 void run_dir_undo(struct run_dir *run)
 {
-    static const char *const ours[] = {"logs", "cache", "store", "config.toml", "run.id", "run.lock"};
     char path[LAUNCHER_PATH_BYTES], before[LAUNCHER_PATH_BYTES];
-    if (!run->fresh && file_in(run, "config.toml", path) == 0 && file_in(run, "config.toml.before", before) == 0)
+    if (file_in(run, "config.toml", path) == 0 && file_in(run, "config.toml.before", before) == 0)
         (void)rename(before, path); /* absent where nothing was changed */
-    for (size_t i = 0; run->fresh && i < sizeof ours / sizeof *ours; i++)
-        if (file_in(run, ours[i], path) == 0)
+    for (uint32_t i = 0; run->fresh && i < ENTRIES; i++)
+        if ((run->before & 1u << i) == 0 && file_in(run, entries[i], path) == 0)
             (void)run_dir_remove_tree(path); /* the error that brought us here is the one to tell */
     if (run->created)
         (void)rmdir(run->path);

@@ -140,6 +140,9 @@ static void take_message(struct launcher *l, const char *from, const struct mess
         l->stop_requested = 1;
         (void)snprintf(l->stop_peer, sizeof l->stop_peer, "%s", from);
         uint64_t begun = atomic_load_explicit(&s->orders->begin_step, memory_order_relaxed);
+        uint64_t committed = atomic_load_explicit(&s->io->committed_step, memory_order_acquire);
+        if (begun < committed) /* a resumed run that has not begun a step yet */
+            begun = committed;
         send_to(s, from, MESSAGE_STOPPING, begun);
     }
 }

@@ -99,8 +99,8 @@ static int collect(struct update *u)
         u->gradient_frames[r] = NO_FRAME;
     for (uint64_t n = 0; n < u->own_pages; n++) {
         struct ring_descriptor d;
-        int rc = take_descriptor(u, &u->gradient, RING_GRADIENT, &d);
-        if (rc < 0)
+        int rc = worker_check(u->w); /* a full ring lets take_descriptor() never pause */
+        if (rc < 0 || (rc = take_descriptor(u, &u->gradient, RING_GRADIENT, &d)) < 0)
             return rc;
         uint64_t rank = topology_page_rank(d.page, u->w->plan->opt_workers);
         if (u->gradient_frames[rank] != NO_FRAME)
@@ -230,8 +230,8 @@ static int apply(struct update *u, const struct step_orders *orders)
 {
     for (uint64_t rank = 0; rank < u->own_pages; rank++) {
         struct ring_descriptor d;
-        int rc = take_descriptor(u, &u->state, RING_STATE, &d);
-        if (rc < 0)
+        int rc = worker_check(u->w);
+        if (rc < 0 || (rc = take_descriptor(u, &u->state, RING_STATE, &d)) < 0)
             return rc;
         if (d.page != page_of_rank(u, rank))
             return error_set(ERROR_FAILED, "state of page %llu came where page %llu was expected",

@@ -138,6 +138,7 @@ class Runner:
         outcome = Outcome()
         started = time.monotonic()
         tmp = tempfile.mkdtemp(prefix="mt-")  # short: sockets may live below it
+        os.chmod(tmp, 0o755)  # some tests become another user
 
         def on_line(line):
             if outcome.read_line(line) or (self.verbose and LINE.match(line)):

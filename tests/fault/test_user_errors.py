@@ -676,6 +676,23 @@ def a_run_directory_with_a_broken_identity_is_refused(t):
     equal(run.digest()[0], 2, "digest")
 
 
+@test
+def a_run_directory_that_lost_its_identity_keeps_its_store(t):
+    run = begun(t)
+    path = os.path.join(run.dir, "run.id")
+    with open(path) as f:
+        good = f.read()
+    os.unlink(path)
+    before = tree(os.path.join(run.dir, "store"))
+    fails(t, [run.file], "store of another run", "found " + good.strip())
+    equal(tree(os.path.join(run.dir, "store")), before, "the store")
+    with open(path, "w") as f:
+        f.write(good)
+    equal(run.digest()[0], 2, "digest")
+    run.ok()
+    run.check_steps(20)
+
+
 # -- commands --
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """`make numbers`: measures what the README claims and writes JSON lines under docs/measured/.
 
-    bench/numbers.py [--only NAME] [--pairs N]
+    bench/measure.py [--only NAME] [--pairs N]
 
 Each line: {name, value, low, high, target, unit, repeats, command, commit, machine}. Ratios are medians
 of interleaved pairs: ours and the rival take turns in one run, a pair shares the machine's mood, and
@@ -223,7 +223,7 @@ def main():
             continue
         lines = []
         for line in measure(args):
-            line.update(command=f"bench/numbers.py --only {measure.__name__}", commit=commit_id(), machine=machine())
+            line.update(command=f"bench/measure.py --only {measure.__name__}", commit=commit_id(), machine=machine())
             lines.append(json.dumps(line))
             print(lines[-1], flush=True)
         (target / f"{measure.__name__}.jsonl").write_text("\n".join(lines) + "\n")
