@@ -27,6 +27,7 @@
 #define GPU_WORKER_DEVICE_H
 
 #include <stddef.h>
+#include <stdatomic.h>
 #include <stdint.h>
 
 enum device_dtype { DEVICE_F32, DEVICE_BF16 };
@@ -241,6 +242,9 @@ static inline compute_t *device_at(const struct device *device, const compute_t 
  * An operation may be called from one thread at a time, the one that opened the device.
  */
 int device_cpu_open(struct device **device, enum device_dtype dtype, uint32_t threads);
+
+/* The operations of a CPU device count up `heartbeat` (which outlives the device) while they go on. */
+void device_cpu_set_heartbeat(struct device *device, _Atomic uint64_t *heartbeat);
 
 static inline void device_close(struct device *device)
 {

@@ -450,8 +450,10 @@ static int gpu_open(struct gpu *g, struct worker *w)
         g->n_free++;
     }
     open_rings(g);
-    if (device_cpu_open(&g->device, plan->bf16 ? DEVICE_BF16 : DEVICE_F32, plan->threads) < 0 ||
-        choose_mode(g) < 0 || visits_init(&g->visits, &w->layout, g->checkpoint_every) < 0 ||
+    if (device_cpu_open(&g->device, plan->bf16 ? DEVICE_BF16 : DEVICE_F32, plan->threads) < 0)
+        return -(int)error_kind_now();
+    device_cpu_set_heartbeat(g->device, &w->self->heartbeat);
+    if (choose_mode(g) < 0 || visits_init(&g->visits, &w->layout, g->checkpoint_every) < 0 ||
         visits_forward_only(&g->forward_visits, &w->layout) < 0 ||
         buffers_open(&g->buffers, g->device, plan, &w->layout, g->checkpoint_every) < 0 ||
         open_layers(g) < 0 || generate_open(g) < 0)

@@ -182,6 +182,15 @@ static int check_data(const struct io *io)
     const uint64_t *then = io->newest.facts.data_position + 1;
     if (io->plan->mode != PLAN_TRAIN)
         return 0;
+    uint64_t per_step = io->plan->microbatches * io->plan->micro_batch_size;
+    if (io->newest.facts.data_position[0] != io->newest.facts.step * per_step) {
+        (void)error_set(ERROR_USER,
+                        "[training] micro_batch_size x gradient_accumulation_steps: step %llu ended at sample %llu, "
+                        "found %llu samples per step",
+                        (unsigned long long)io->newest.facts.step,
+                        (unsigned long long)io->newest.facts.data_position[0], (unsigned long long)per_step);
+        return error_hint("set them back, or start a new run in another run.output_dir");
+    }
     data_fingerprint(io->data, now);
     if (memcmp(then, now, sizeof now) == 0)
         return 0;
@@ -357,6 +366,14 @@ static int recover(struct io *io)
         tell(io, text);
         log_line(LOG_WARN, "%s", text);
     }
+    /* config.toml in the run directory refuses this; it may have been lost or edited */
+    if (io->plan->mode == PLAN_TRAIN &&
+        memcmp(&io->newest.facts.config, io->plan->bits_hash, sizeof io->newest.facts.config) != 0) {
+        const char *changed = "the configuration keys that determine bits are not those the run was started with: "
+                              "from here on bits differ from an undisturbed run";
+        tell(io, changed);
+        log_line(LOG_WARN, "%s", changed);
+    }
     if (commit_open(&io->commit, io->store) < 0)
         return -(int)error_kind_now();
     commit_resume(io->commit, &io->newest);
@@ -373,6 +390,12 @@ int start_weights(struct io *io)
     if (exists && io->plan->resume_never)
         return error_set(ERROR_USER, "[run] resume = \"never\", but %s holds a commit of this run",
                          io->directories[0]);
+    if (!exists && io->plan->store_expected) {
+        (void)error_set(ERROR_USER, "%s: no store with a commit there, though %s/metrics.jsonl has steps of this run",
+                        io->directories[0], plan_text_get(io->plan, io->plan->output_dir));
+        return error_hint("is the file system of offload_dir mounted? `mtlaunch clean %s` first starts the run anew",
+                          plan_text_get(io->plan, io->plan->output_dir));
+    }
     if (!exists && io->plan->mode != PLAN_TRAIN)
         return error_set(ERROR_USER, "%s: no commit yet", io->directories[0]);
     if ((rc = exists ? recover(io) : create(io)) < 0)

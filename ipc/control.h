@@ -106,7 +106,7 @@ struct worker_control {
     uint32_t generation;
     _Atomic uint32_t ready;       /* 1: set up, waiting for orders */
     _Atomic uint32_t sleeping;    /* 1: about to poll, ring the bell */
-    _Atomic uint64_t heartbeat;   /* turns of the main loop */
+    _Atomic uint64_t heartbeat;   /* turns of the main loop; gpu: also work items of an operation */
     struct worker_progress progress;
     _Atomic uint64_t wait_ns[RING_COUNT]; /* time slept for want of each ring, since the start */
 

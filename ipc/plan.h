@@ -125,6 +125,7 @@ struct plan {
     uint32_t slots_per_page; /* 3; 2 without verify_writes */
     uint32_t io_engine;      /* enum plan_engine */
     uint32_t resume_never;   /* 1: an existing commit is refused */
+    uint32_t store_expected; /* 1: steps of this run were committed, so a store without a commit is refused */
     int32_t launcher_pid;    /* filled in by segment_create() */
     uint64_t prefetch;       /* STATE pages read ahead per opt_worker; 0 = predict */
 

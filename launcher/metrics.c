@@ -89,6 +89,22 @@ static int repair(struct metrics *m, uint64_t committed)
     return rc;
 }
 
+int metrics_has_steps(const char *directory)
+{
+    static char line[METRICS_LINE_BYTES_MAX];
+    char path[4096 + 32];
+    int found = 0;
+    (void)snprintf(path, sizeof path, "%s/metrics.jsonl", directory);
+    FILE *in = fopen(path, "re");
+    while (in && !found && fgets(line, sizeof line, in)) {
+        uint64_t step = line_step(line);
+        found = step != 0 && step != UINT64_MAX;
+    }
+    if (in)
+        (void)fclose(in); /* read only */
+    return found;
+}
+
 int metrics_open(struct metrics **out, const char *directory, uint64_t committed)
 {
     struct metrics *m = calloc(1, sizeof *m);

@@ -13,6 +13,9 @@
 
 struct metrics;
 
+/* 1 if `directory`/metrics.jsonl has a step line: a step of this run was complete once. */
+int metrics_has_steps(const char *directory);
+
 /* Opens `directory`/metrics.jsonl and cuts step lines past `committed`. */
 int metrics_open(struct metrics **metrics, const char *directory, uint64_t committed);
 void metrics_close(struct metrics *metrics);

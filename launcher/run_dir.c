@@ -17,6 +17,8 @@
 static const char *const entries[] = {"logs", "cache", "store", "config.toml", "run.id", "run.lock"};
 enum { ENTRIES = sizeof entries / sizeof entries[0] };
 
+enum { LOCK_TRIES = 5, LOCK_PAUSE_US = 20000 };
+
 static int file_in(const struct run_dir *run, const char *name, char *out)
 {
     int n = snprintf(out, LAUNCHER_PATH_BYTES, "%s/%s", run->path, name);
@@ -127,7 +129,15 @@ static int lock(struct run_dir *run)
     run->lock_fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     if (run->lock_fd < 0)
         return error_set(ERROR_USER, "%s: %s", path, strerror(errno));
-    if (flock(run->lock_fd, LOCK_EX | LOCK_NB) < 0) {
+    /* `mtlaunch stop` looks by taking the lock for an instant: that is no use of the run */
+    int rc = flock(run->lock_fd, LOCK_EX | LOCK_NB);
+    for (int i = 0; rc < 0 && errno == EWOULDBLOCK && i < LOCK_TRIES; i++) {
+        (void)usleep(LOCK_PAUSE_US);
+        rc = flock(run->lock_fd, LOCK_EX | LOCK_NB);
+    }
+    if (rc < 0 && errno != EWOULDBLOCK)
+        return error_set(ERROR_FAILED, "%s: flock: %s", path, strerror(errno));
+    if (rc < 0) {
         (void)error_set(ERROR_BUSY, "%s: the run is in use by a live process", run->path);
         return error_hint("`mtlaunch stop %s` ends it after the step in flight", run->path);
     }
@@ -283,8 +293,10 @@ void run_dir_undo(struct run_dir *run)
     char path[LAUNCHER_PATH_BYTES], before[LAUNCHER_PATH_BYTES];
     if (file_in(run, "config.toml", path) == 0 && file_in(run, "config.toml.before", before) == 0)
         (void)rename(before, path); /* absent where nothing was changed */
-    for (uint32_t i = 0; run->fresh && i < ENTRIES; i++)
-        if ((run->before & 1u << i) == 0 && file_in(run, entries[i], path) == 0)
+    /* of a run that was there before only config.toml may be new, written anew for one that was lost */
+    for (uint32_t i = 0; i < ENTRIES; i++)
+        if ((run->fresh || strcmp(entries[i], "config.toml") == 0) && (run->before & 1u << i) == 0 &&
+            file_in(run, entries[i], path) == 0)
             (void)run_dir_remove_tree(path); /* the error that brought us here is the one to tell */
     if (run->created)
         (void)rmdir(run->path);

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "ipc/worker.h"
+#include "launcher/metrics.h"
 #include "procs/check.h"
 #include "procs/clock.h"
 #include "procs/error.h"
@@ -65,7 +66,10 @@ int session_open(struct launcher *l, const struct plan_request *request)
     int fd = -1;
     memset(s, 0, sizeof *s);
     mine.generation = ++l->generation;
-    if (plan_build(&s->plan, l, &mine) < 0 || bind_channel(l) < 0 || segment_create(s->plan, &fd) < 0)
+    if (plan_build(&s->plan, l, &mine) < 0)
+        return -(int)error_kind_now();
+    s->plan->store_expected = s->plan->mode == PLAN_TRAIN && metrics_has_steps(l->run.path);
+    if (bind_channel(l) < 0 || segment_create(s->plan, &fd) < 0)
         return -(int)error_kind_now();
     if (segment_attach(&s->segment, fd, ROLE_LAUNCHER, 0) < 0)
         return -(int)error_kind_now();

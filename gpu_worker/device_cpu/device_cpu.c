@@ -123,3 +123,8 @@ int device_cpu_open(struct device **device, enum device_dtype dtype, uint32_t n_
     *device = &cpu->base;
     return 0;
 }
+
+void device_cpu_set_heartbeat(struct device *device, _Atomic uint64_t *heartbeat)
+{
+    threads_set_heartbeat(cpu_of(device)->threads, heartbeat);
+}

@@ -33,6 +33,7 @@ struct threads {
     uint32_t count;
     uint32_t started; /* workers that were created */
     _Atomic uint32_t stop;
+    _Atomic uint64_t *heartbeat; /* of the caller; NULL: nobody watches */
     pthread_t *handles;
 };
 
@@ -57,6 +58,12 @@ static void flush_denormals(void)
     _mm_setcsr(_mm_getcsr() | MXCSR_FLUSH);
 }
 
+static void beat(struct threads *threads)
+{
+    if (threads->heartbeat)
+        atomic_fetch_add_explicit(threads->heartbeat, 1, memory_order_relaxed);
+}
+
 static void claim_items(struct threads *threads, uint32_t index)
 {
     for (;;) {
@@ -64,6 +71,8 @@ static void claim_items(struct threads *threads, uint32_t index)
         if (item >= threads->items)
             return;
         threads->work(threads->context, item, index);
+        if (index == 0)
+            beat(threads);
     }
 }
 
@@ -123,11 +132,18 @@ static void begin_epoch(struct threads *threads)
         wake_all(&threads->epoch);
 }
 
+void threads_set_heartbeat(struct threads *threads, _Atomic uint64_t *heartbeat)
+{
+    threads->heartbeat = heartbeat;
+}
+
 void threads_run(struct threads *threads, uint64_t items, threads_work work, void *context)
 {
     if (threads->count == 1 || items <= 1) {
-        for (uint64_t item = 0; item < items; item++)
+        for (uint64_t item = 0; item < items; item++) {
             work(context, item, 0);
+            beat(threads);
+        }
         return;
     }
     threads->work = work;

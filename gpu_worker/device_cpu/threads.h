@@ -14,6 +14,7 @@
 #ifndef GPU_WORKER_DEVICE_CPU_THREADS_H
 #define GPU_WORKER_DEVICE_CPU_THREADS_H
 
+#include <stdatomic.h>
 #include <stdint.h>
 
 struct threads;
@@ -26,6 +27,10 @@ typedef void (*threads_work)(void *context, uint64_t item, uint32_t thread);
 int threads_open(struct threads **threads, uint32_t count);
 void threads_close(struct threads *threads);
 uint32_t threads_count(const struct threads *threads);
+
+/* Counts up with each item that the calling thread does: one operation on a large model may last longer
+ * than a watchdog waits for a main loop to turn. */
+void threads_set_heartbeat(struct threads *threads, _Atomic uint64_t *heartbeat);
 
 /* Runs work(context, item, thread) once for each item; returns when all are done. */
 void threads_run(struct threads *threads, uint64_t items, threads_work work, void *context);

@@ -693,6 +693,23 @@ def a_run_directory_that_lost_its_identity_keeps_its_store(t):
     run.check_steps(20)
 
 
+@test
+def a_run_whose_store_is_gone_is_refused(t):
+    run = begun(t)
+    store, away = os.path.join(run.dir, "store"), os.path.join(t.dir, "unmounted")
+    os.rename(store, away)
+    before = kept_files(run)
+    fails(t, [run.file], store, "metrics.jsonl has steps", "mounted?", "mtlaunch clean")
+    same_files(run, before)
+    check(not os.path.exists(store), "a second store was begun")
+    os.rename(away, store)
+    run.ok()
+    run.check_steps(20)
+    os.rename(store, away)
+    equal(mtlaunch("clean", run.dir).status, DONE, "clean")
+    run.ok("--run.stop_after_step=2", status=STOPPED)
+
+
 # -- commands --
 
 

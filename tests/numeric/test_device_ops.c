@@ -112,6 +112,28 @@ static void memory_goes_in_and_out_in_both_dtypes(void **state)
     }
 }
 
+/* One operation may outlast the watchdog, so the heartbeat goes on inside of it. */
+static void an_operation_counts_up_the_heartbeat(void **state)
+{
+    (void)state;
+    enum { N = 1 << 20 };
+    for (int d = 0; d < 2; d++) {
+        struct device *device = devices[d];
+        _Atomic uint64_t beats = 0;
+        float *a = device->ops->alloc(device, N * sizeof *a);
+        float *b = device->ops->alloc(device, N * sizeof *b);
+        device->ops->zero(device, a, N * sizeof *a);
+        device->ops->zero(device, b, N * sizeof *b);
+        device_cpu_set_heartbeat(device, &beats);
+        for (int i = 0; i < 100 && beats == 0; i++) /* the other threads may be quicker */
+            device->ops->add(device, a, b, N);
+        device_cpu_set_heartbeat(device, NULL);
+        assert_true(beats > 0);
+        device->ops->free(device, a);
+        device->ops->free(device, b);
+    }
+}
+
 static void embedding_gathers_and_its_gradient_scatters(void **state)
 {
     (void)state;
@@ -494,6 +516,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(memory_goes_in_and_out_in_both_dtypes),
+        cmocka_unit_test(an_operation_counts_up_the_heartbeat),
         cmocka_unit_test(embedding_gathers_and_its_gradient_scatters),
         cmocka_unit_test(rmsnorm_and_its_gradients_match_the_twin),
         cmocka_unit_test(linear_and_its_gradients_match_the_twin),

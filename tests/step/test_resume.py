@@ -244,6 +244,22 @@ def what_makes_the_bits_may_not_change(t):
 
 
 @test
+def a_lost_config_toml_does_not_hide_a_change(t):
+    run = tiny_run(t.dir, training={"steps": 4})
+    run.ok("--run.stop_after_step=2", status=STOPPED)
+    os.unlink(os.path.join(run.dir, "config.toml"))
+    text = "bits are not those the run was started with"
+    check(text not in run.ok("--run.stop_after_step=3", status=STOPPED).err, "a warning without a change")
+    os.unlink(os.path.join(run.dir, "config.toml"))
+    told = run.ok("--training.gradient_accumulation_steps=7", status=USER).err
+    check("samples per step" in told, told)
+    moved = os.path.join(t.dir, "moved")
+    shutil.copytree(run.sections["model"]["path"], moved)
+    told = run.ok("--model.path=" + moved).err
+    check(text in told, told)
+
+
+@test
 def another_source_of_weights_is_refused(t):
     folder = write_pretrained(os.path.join(t.dir, "hf"), make_weights(llama_config()))
     run = stopped(t, hf=folder, model={"init": "pretrained"})
