@@ -3,6 +3,7 @@
  *
  *     start.c    data, store, import or recovery, first weights: everything before READY
  *     pager.c    the steady state: microbatches, weights, state, write-back, commit
+ *     read_back.c the newest commit read back before a skipped step is committed
  *     exporter.c a Hugging Face folder out of one pinned version, a page at a time between other work
  *     offline.c  digest and export commands
  *
@@ -65,6 +66,13 @@ struct exporter {
     int reading, landed;
 };
 
+struct read_back {
+    void *image; /* a page image; NULL where nothing is ever read back */
+    struct io_request request;
+    uint64_t page;
+    int reading, landed;
+};
+
 struct io {
     struct worker *w;
     const struct plan *plan;
@@ -109,6 +117,7 @@ struct io {
     struct commit_facts facts;
 
     struct exporter exporter;
+    struct read_back read_back;
     int failed; /* a completion callback met an error, which is set */
 };
 
@@ -132,6 +141,17 @@ void pager_close(struct io *io);
 int pager_turn(struct io *io);
 /* A page's image layout and, in a frame of WEIGHTS, its bytes. */
 uint64_t pager_weights_bytes(const struct io *io, uint64_t page);
+
+/* `page` of the newest commit was read since its flush, and every byte compared. */
+void pager_mark_read_back(struct io *io, uint64_t page);
+
+/* read_back.c */
+int read_back_open(struct io *io);
+void read_back_close(struct io *io);
+/* 1: the skipped step at hand must not be committed before the newest commit is read back. */
+int read_back_needed(const struct io *io);
+/* One turn: 1 something was done, 0 nothing to do now, negative. */
+int read_back_turn(struct io *io);
 
 /* exporter.c */
 int exporter_open(struct io *io);

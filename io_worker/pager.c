@@ -343,7 +343,7 @@ static uint32_t choose_slot(const struct io *io, uint64_t page)
     return slots_choose(&holders, io->plan->slots_per_page);
 }
 
-static void mark_read_back(struct io *io, uint64_t page)
+void pager_mark_read_back(struct io *io, uint64_t page)
 {
     if (readback_mark(&io->readback, io->newest.sequence, page))
         memcpy(io->anchor, io->committed, io->layout->n_pages * sizeof *io->anchor);
@@ -370,7 +370,7 @@ static int write_back(struct io *io, uint32_t l, const struct ring_descriptor *d
     memcpy(segment_frame(&io->w->segment, REGION_WEIGHTS_POOL, 0, (uint32_t)d->page),
            page_image_part(image, &layout, PART_WEIGHTS), pager_weights_bytes(io, d->page));
     io->weights_version[d->page] = d->step;
-    mark_read_back(io, d->page); /* the worker compared every byte of the old version before it used it */
+    pager_mark_read_back(io, d->page); /* the worker compared every byte of the old version before it used it */
     page_entry_from_image(&io->forming[d->page], image, slot);
     f->page = d->page;
     f->request.buffer = image;
@@ -488,7 +488,8 @@ static int advance_step(struct io *io)
         announce_complete(io);
         return 1;
     }
-    if (committed < complete && idle && order(&io->w->orders->commit_step) >= complete) {
+    if (committed < complete && idle && !read_back_needed(io) &&
+        order(&io->w->orders->commit_step) >= complete) {
         fault_point(FAULT_io_before_flush);
         return commit_begin(io->commit, &io->facts, io->forming, on_committed, io) < 0 ? -1 : 1;
     }
@@ -529,6 +530,9 @@ int pager_turn(struct io *io)
             return -(int)error_kind_now();
         done += rc;
         if ((rc = serve_lanes(io)) < 0)
+            return rc;
+        done += rc;
+        if ((rc = read_back_turn(io)) < 0)
             return rc;
         done += rc;
     }

@@ -424,11 +424,12 @@ int start_open(struct io *io)
     io->anchor = table + PAGE_TABLE_ANCHOR * n;
     io->committed = table + PAGE_TABLE_COMMITTED * n;
     io->forming = table + PAGE_TABLE_FORMING * n;
-    return exporter_open(io);
+    return read_back_open(io) < 0 ? -(int)error_kind_now() : exporter_open(io);
 }
 
 void start_close(struct io *io)
 {
+    read_back_close(io);
     exporter_close(io);
     commit_close(io->commit);
     store_close(io->store);

@@ -290,7 +290,7 @@ static int set_budget(struct plan *plan, const struct config *c)
     char shared[SIZE_TEXT_BYTES_MAX], other[SIZE_TEXT_BYTES_MAX], limit[SIZE_TEXT_BYTES_MAX];
     uint64_t budget = c->memory_max_ram == CONFIG_AUTO ? machine_ram_budget() : c->memory_max_ram;
     uint64_t processes = (uint64_t)(plan->opt_workers + 3) * CODE_BYTES_PER_PROCESS;
-    uint64_t exporter = plan->pools[REGION_OUT_POOL].frame_bytes;
+    uint64_t exporter = 2 * plan->pools[REGION_OUT_POOL].frame_bytes; /* and the read-back page */
     uint64_t fixed = plan->segment_bytes + processes + exporter;
     if (fixed >= budget) {
         (void)error_set(ERROR_FIT, "[memory] max_ram: the run needs %s of shared memory and %s for its "

@@ -1,5 +1,6 @@
 #include "launcher/progress.h"
 
+#include <poll.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,6 +11,7 @@
 #include "procs/clock.h"
 #include "procs/error.h"
 
+enum { SAY_BYTES = 8192, SAY_PATIENCE_MS = 200, EMIT_BYTES = 4096 };
 enum { BAR_CELLS = 24, STARTUP_INTERVAL_MS = 500 };
 
 struct progress {
@@ -33,10 +35,27 @@ int progress_open(struct progress **out, enum config_log_progress mode, uint64_t
     return 0;
 }
 
+/* Writes if somebody takes it: a stopped terminal or a full pipe must not stop the training, so after
+ * `patience_ms` the text is dropped. */
+static void emit(const char *text, size_t n, int patience_ms)
+{
+    while (n) {
+        struct pollfd fd = {.fd = STDERR_FILENO, .events = POLLOUT};
+        size_t some = n < EMIT_BYTES ? n : EMIT_BYTES; /* what a writable pipe takes without waiting */
+        if (poll(&fd, 1, patience_ms) <= 0 || !(fd.revents & POLLOUT))
+            return;
+        ssize_t wrote = write(STDERR_FILENO, text, some);
+        if (wrote <= 0)
+            return;
+        text += wrote;
+        n -= (size_t)wrote;
+    }
+}
+
 static void end_bar(struct progress *p)
 {
     if (p->on_bar)
-        (void)fputc('\n', stderr);
+        emit("\n", 1, 0);
     p->on_bar = 0;
 }
 
@@ -51,13 +70,16 @@ void progress_close(struct progress *p)
 /* One line; on a terminal it replaces the one before. */
 static void show(struct progress *p, const char *line)
 {
+    char text[640];
+    int n = 0;
     if (p->mode == CONFIG_PROGRESS_BAR) {
-        (void)fprintf(stderr, "\r%s\033[K", line);
+        n = snprintf(text, sizeof text, "\r%s\033[K", line);
         p->on_bar = 1;
     } else if (p->mode == CONFIG_PROGRESS_PLAIN) {
-        (void)fprintf(stderr, "%s\n", line);
+        n = snprintf(text, sizeof text, "%s\n", line);
     }
-    (void)fflush(stderr);
+    if (n > 0)
+        emit(text, (size_t)n < sizeof text ? (size_t)n : sizeof text - 1, 0);
 }
 
 static void draw_bar(char *out, double part)
@@ -122,19 +144,21 @@ void progress_startup(struct progress *p, const struct worker_control *control)
 /* Text may come from the model: control bytes other than newline and tab are shown, not obeyed. */
 static void put_clean(const char *text)
 {
-    for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
+    char clean[4 * SAY_BYTES];
+    size_t n = 0;
+    for (const unsigned char *c = (const unsigned char *)text; *c && n + 8 < sizeof clean; c++) {
         if ((*c < 0x20 && *c != '\n' && *c != '\t') || *c == 0x7f)
-            (void)fprintf(stderr, "\\x%02x", *c);
+            n += (size_t)snprintf(clean + n, sizeof clean - n, "\\x%02x", *c);
         else
-            (void)fputc(*c, stderr);
+            clean[n++] = (char)*c;
     }
-    (void)fputc('\n', stderr);
-    (void)fflush(stderr);
+    clean[n++] = '\n';
+    emit(clean, n, SAY_PATIENCE_MS);
 }
 
 void progress_say(struct progress *p, const char *format, ...)
 {
-    char text[8192];
+    char text[SAY_BYTES];
     va_list args;
     if (p->mode == CONFIG_PROGRESS_NONE)
         return;
@@ -147,7 +171,7 @@ void progress_say(struct progress *p, const char *format, ...)
 
 void progress_warn(struct progress *p, const char *format, ...)
 {
-    char text[8192];
+    char text[SAY_BYTES];
     va_list args;
     end_bar(p);
     va_start(args, format);

@@ -1,0 +1,77 @@
+/*
+ * Read-back of the newest commit without an update.
+ *
+ * The next update reads every page anyway, and that is the read-back (slots.h). A skipped step updates
+ * nothing, yet its commit takes the table place of the commit before the newest one: if the drive had lost
+ * a write of the newest, nothing whole would be left to fall back to. So a skip's commit waits until
+ * every page of the newest commit was read and compared, one at a time.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "io_worker/io.h"
+#include "procs/error.h"
+
+int read_back_open(struct io *io)
+{
+    struct page_image_layout layout;
+    if (io->plan->mode != PLAN_TRAIN || io->plan->slots_per_page < 3)
+        return 0;
+    page_image_layout(&layout, io->dtype, io->plan->page_elements);
+    if (posix_memalign(&io->read_back.image, PAGE_IMAGE_HEADER_BYTES, layout.bytes) != 0)
+        return error_set(ERROR_FAILED, "out of memory for a page of %llu bytes",
+                         (unsigned long long)layout.bytes);
+    return 0;
+}
+
+void read_back_close(struct io *io)
+{
+    free(io->read_back.image);
+}
+
+int read_back_needed(const struct io *io)
+{
+    return io->orders.skip && io->read_back.image && io->readback.active;
+}
+
+static void on_read(struct io_request *request, int result)
+{
+    struct io *io = request->context;
+    io->read_back.landed = 1;
+    if (result < 0)
+        io->failed = engine_request_error(io->engine, request);
+}
+
+static int read_page(struct io *io)
+{
+    struct read_back *r = &io->read_back;
+    struct page_image_layout layout;
+    r->page = readback_next(&io->readback, 0);
+    store_page_layout(io->store, r->page, &layout);
+    memset(&r->request, 0, sizeof r->request);
+    r->request.buffer = r->image;
+    r->request.bytes = page_image_bytes(&layout, (enum page_codec)io->committed[r->page].codec);
+    r->request.on_done = on_read;
+    r->request.context = io;
+    store_request_page(io->store, &r->request, IO_READ, r->page, io->committed[r->page].slot);
+    if (engine_submit(io->engine, &r->request) != ENGINE_ACCEPTED)
+        return 0;
+    r->reading = 1;
+    r->landed = 0;
+    return 1;
+}
+
+int read_back_turn(struct io *io)
+{
+    struct read_back *r = &io->read_back;
+    if (r->reading && !r->landed)
+        return 0;
+    if (r->reading) {
+        r->reading = 0;
+        if (store_verify_image(io->store, &io->committed[r->page], r->image) < 0)
+            return error_wrap("read-back of the newest commit");
+        pager_mark_read_back(io, r->page);
+        return 1;
+    }
+    return read_back_needed(io) ? read_page(io) : 0;
+}
