@@ -21,6 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 MTLAUNCH = ROOT / "mtlaunch"
 MODEL = ROOT / "bench" / "llama_25m"
 SEQ_LEN, TOKENS_PER_STEP = 512, 4096
+OURS_MICRO_BATCH = 4  # each side with the microbatch that suits it; torch's is an option below
 
 
 def median_interval(values):
@@ -73,8 +74,8 @@ tokenizer = "bytes"
 train = ["text.txt"]
 [training]
 seq_len = {SEQ_LEN}
-micro_batch_size = 1
-gradient_accumulation_steps = {TOKENS_PER_STEP // SEQ_LEN}
+micro_batch_size = {OURS_MICRO_BATCH}
+gradient_accumulation_steps = {TOKENS_PER_STEP // SEQ_LEN // OURS_MICRO_BATCH}
 steps = 100000
 activation_checkpointing = "{checkpointing}"
 [lr_scheduler]
@@ -175,7 +176,7 @@ def memory(args):
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
         ours = Ours(folder, "full")
         text = ours.run_file.read_text().replace('steps = 100000', 'steps = 210')
-        text = text.replace("gradient_accumulation_steps = 8", "gradient_accumulation_steps = 1")
+        text = text.replace("gradient_accumulation_steps = 2", "gradient_accumulation_steps = 1")
         text = text.replace(f"seq_len = {SEQ_LEN}", "seq_len = 128")
         ours.run_file.write_text(text)
         run = subprocess.Popen([MTLAUNCH, ours.run_file], stderr=subprocess.DEVNULL)

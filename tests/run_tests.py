@@ -66,7 +66,7 @@ class Outcome:
             return False
         verdict, name = match.groups()
         if verdict == "skip" or "# SKIP" in name:
-            self.skipped.append(name)
+            self.skipped.append(name.replace("# SKIP", "").strip())
         elif verdict == "ok":
             self.passed += 1
         else:
