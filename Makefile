@@ -111,8 +111,9 @@ unit:
 tsan:
 	python3 tests/run_tests.py tsan
 
+SECONDS ?= 3600
 soak: all
-	while python3 -u tests/kill/test_kill.py --only random_kills --count 200; do :; done
+	python3 -u tests/soak.py $(SECONDS)
 
 numbers: all benches tools/venv/installed
 	tools/venv/bin/python bench/measure.py
@@ -168,7 +169,7 @@ help:
 	@echo 'make check         build, C tests, one run, one kill: under 3 minutes'
 	@echo 'make unit | tsan   C tests; the ring tests under ThreadSanitizer'
 	@echo 'make lint          clang-format, cppcheck, clang-tidy;  make format: reformat everything'
-	@echo 'make soak          random kills until one of them fails'
+	@echo 'make soak SECONDS=n   random kills of live runs for n seconds, noted in docs/measured/soak.jsonl'
 	@echo 'make numbers       measurements, as JSON lines;  make benches: build/release/bench/*'
 	@echo 'make goldens       reference values from PyTorch and transformers (needs the network)'
 	@echo 'make install       to PREFIX (default /usr/local);  make clean: remove what was built'

@@ -146,11 +146,11 @@ def throughput(name, checkpointing, pairs, micro_batch_size):
 
 
 def no_checkpointing(args):
-    yield from throughput("step_rate_no_checkpointing", False, args.pairs, args.peer_micro_batch_size)
+    yield from throughput("step_rate_no_checkpointing", False, args.pairs, args.peer_micro_batch_size or 4)
 
 
 def full_checkpointing(args):
-    yield from throughput("step_rate_full_checkpointing", True, args.pairs, args.peer_micro_batch_size)
+    yield from throughput("step_rate_full_checkpointing", True, args.pairs, args.peer_micro_batch_size or 8)
 
 
 
@@ -184,7 +184,7 @@ def memory(args):
         while run.poll() is None:
             time.sleep(0.5)
             steps = metrics.read_text().count('{"step"') if metrics.exists() else 0
-            if steps < 5:
+            if not 5 <= steps <= 205:  # start-up and export have their own shape
                 continue
             pids = [run.pid] + [int(p) for p in open(f"/proc/{run.pid}/task/{run.pid}/children").read().split()]
             try:
@@ -203,7 +203,7 @@ def memory(args):
     used = [b for _, b in samples]
     yield dict(name="memory_over_configured", value=round(max(used) / (configured + device), 3), target=1.1,
                unit="x configured pools and device buffers", repeats=len(samples))  # fmt: skip
-    yield dict(name="memory_drift", value=round(max(used[1:]) / min(used[1:]), 4), target=1.01,
+    yield dict(name="memory_drift", value=round(max(used) / min(used), 4), target=1.01,
                unit="x, highest over lowest in 200 steps", repeats=len(samples))  # fmt: skip
 
 
@@ -214,7 +214,8 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--only", help="one measurement: " + ", ".join(m.__name__ for m in MEASUREMENTS))
     p.add_argument("--pairs", type=int, default=10)
-    p.add_argument("--peer-micro-batch-size", type=int, default=1)
+    p.add_argument("--peer-micro-batch-size", type=int, default=0,
+                   help="0: its fastest of 1, 4 and 8 here, 4 without and 8 with checkpointing")  # fmt: skip
     args = p.parse_args()
     (ROOT / "build").mkdir(exist_ok=True)
     target = ROOT / "docs" / "measured"

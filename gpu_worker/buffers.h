@@ -34,8 +34,9 @@ struct buffers {
     uint64_t batch_elements; /* B T */
 };
 
-/* Bytes that buffers_open() allocates. `every`: activation checkpointing, 1 = full, N, 0 = none. Modes other than training have no gradients and no
- * checkpoints: a forward-only sweep works in place, in `last`. */
+/* Bytes that buffers_open() allocates. `every`: activation checkpointing, 1 = full, N, 0 = none.
+ * Modes other than training have no gradients and no checkpoints: a forward-only sweep works in
+ * place, in `last`. */
 uint64_t buffers_bytes(const struct plan *plan, const struct model_layout *layout, uint32_t every,
                        uint64_t compute_bytes);
 

@@ -243,7 +243,8 @@ static inline compute_t *device_at(const struct device *device, const compute_t 
  */
 int device_cpu_open(struct device **device, enum device_dtype dtype, uint32_t threads);
 
-/* The operations of a CPU device count up `heartbeat` (which outlives the device) while they go on. */
+/* The operations of a CPU device count up `heartbeat` (which outlives the device) while they go on.
+ */
 void device_cpu_set_heartbeat(struct device *device, _Atomic uint64_t *heartbeat);
 
 static inline void device_close(struct device *device)

@@ -1,11 +1,11 @@
 /*
  * Generation: all prompts per sweep over the weights, with a key/value cache.
  *
- * A sweep feeds, for each unfinished prompt, the tokens that its cache lacks (the whole prompt at first,
- * as many rows as fit; one token later), and every prompt that is fully fed gets its next token.
- * Greedy at temperature 0; else softmax(logits / temperature) cut to the smallest set of most likely
- * tokens with probability top_p (nucleus sampling, Holtzman et al. 2020), drawn by a counter-based
- * random number of (seed, prompt, position).
+ * A sweep feeds, for each unfinished prompt, the tokens that its cache lacks (the whole prompt at
+ * first, as many rows as fit; one token later), and every prompt that is fully fed gets its next
+ * token. Greedy at temperature 0; else softmax(logits / temperature) cut to the smallest set of
+ * most likely tokens with probability top_p (nucleus sampling, Holtzman et al. 2020), drawn by a
+ * counter-based random number of (seed, prompt, position).
  */
 #include <math.h>
 #include <stdlib.h>
@@ -27,13 +27,13 @@ struct generation {
     uint64_t *lengths, *fed; /* tokens known, tokens in the cache */
     uint64_t *first;         /* tokens of the prompt itself */
     unsigned char *done;
-    int32_t *rows;           /* device: [3][rows_max]: token, sequence, position */
-    int32_t *rows_host;      /* the same, being built */
-    uint64_t *last_row;      /* per prompt: its last row in this sweep, UINT64_MAX without */
-    compute_t **cache;       /* [blocks][2] */
-    compute_t *gathered;     /* (prompts, C) */
-    float *logits;           /* device: (prompts, V) */
-    float *logits_host;      /* (V) */
+    int32_t *rows;                /* device: [3][rows_max]: token, sequence, position */
+    int32_t *rows_host;           /* the same, being built */
+    uint64_t *last_row;           /* per prompt: its last row in this sweep, UINT64_MAX without */
+    compute_t **cache;            /* [blocks][2] */
+    compute_t *gathered;          /* (prompts, C) */
+    float *logits;                /* device: (prompts, V) */
+    float *logits_host;           /* (V) */
     struct candidate *candidates; /* (V) */
 };
 
@@ -48,19 +48,22 @@ uint64_t generate_context(const struct plan *plan)
     return plan->generate.prompts.count ? longest + 1 + plan->generate.max_new_tokens : 0;
 }
 
-static uint64_t cache_bytes(const struct plan *plan, const struct model_layout *layout, uint64_t compute_bytes)
+static uint64_t cache_bytes(const struct plan *plan, const struct model_layout *layout,
+                            uint64_t compute_bytes)
 {
     return plan->generate.prompts.count * generate_context(plan) * layout->config.n_kv_heads *
            layout->config.head_dim * compute_bytes;
 }
 
-uint64_t generate_bytes(const struct plan *plan, const struct model_layout *layout, uint64_t compute_bytes)
+uint64_t generate_bytes(const struct plan *plan, const struct model_layout *layout,
+                        uint64_t compute_bytes)
 {
     uint64_t n = plan->generate.prompts.count;
     if (n == 0)
         return 0;
     return 2 * layout->config.n_layers * cache_bytes(plan, layout, compute_bytes) +
-           n * layout->config.hidden_size * compute_bytes + n * layout->config.vocab_size * sizeof(float) +
+           n * layout->config.hidden_size * compute_bytes +
+           n * layout->config.vocab_size * sizeof(float) +
            3 * plan->micro_batch_size * plan->seq_len * sizeof(int32_t);
 }
 
@@ -92,8 +95,8 @@ static int allocate_host(struct generation *n, uint64_t blocks, uint64_t vocabul
     n->cache = calloc(2 * blocks, sizeof(compute_t *));
     n->logits_host = calloc(vocabulary, sizeof *n->logits_host);
     n->candidates = calloc(vocabulary, sizeof *n->candidates);
-    return n->tokens && n->lengths && n->fed && n->first && n->done && n->last_row && n->rows_host &&
-                   n->cache && n->logits_host && n->candidates
+    return n->tokens && n->lengths && n->fed && n->first && n->done && n->last_row &&
+                   n->rows_host && n->cache && n->logits_host && n->candidates
                ? 0
                : error_set(ERROR_FAILED, "out of memory for generation");
 }
@@ -125,10 +128,12 @@ int generate_open(struct gpu *g)
     g->generation->context = generate_context(plan);
     g->generation->rows_max = plan->micro_batch_size * plan->seq_len;
     if (g->generation->prompts > g->generation->rows_max)
-        return error_set(ERROR_USER, "%llu prompts: at most %llu (micro_batch_size x seq_len) at a time",
+        return error_set(ERROR_USER,
+                         "%llu prompts: at most %llu (micro_batch_size x seq_len) at a time",
                          (unsigned long long)g->generation->prompts,
                          (unsigned long long)g->generation->rows_max);
-    if (allocate_host(g->generation, g->w->layout.config.n_layers, g->w->layout.config.vocab_size) < 0)
+    if (allocate_host(g->generation, g->w->layout.config.n_layers, g->w->layout.config.vocab_size) <
+        0)
         return -(int)error_kind_now();
     return allocate_device(g);
 }
@@ -214,7 +219,8 @@ static int sweep(struct gpu *g, uint64_t rows)
             layers_embedding_decode(g->layers, g->buffers.weights[0], &decode, x);
         else
             layers_block_decode(g->layers, visit->layer, g->buffers.weights[0], &decode, x,
-                                n->cache[2 * (visit->layer - 1)], n->cache[2 * (visit->layer - 1) + 1]);
+                                n->cache[2 * (visit->layer - 1)],
+                                n->cache[2 * (visit->layer - 1) + 1]);
     }
     return 0;
 }
@@ -279,8 +285,9 @@ static int choose(struct gpu *g)
         if (n->last_row[p] != UINT64_MAX) {
             g->device->ops->copy_out(g->device, n->logits_host, n->logits + row++ * vocabulary,
                                      vocabulary * sizeof(float));
-            int32_t token = g->w->plan->generate.temperature > 0.0 ? draw(g, p)
-                                                                   : most_likely(n->logits_host, vocabulary);
+            int32_t token = g->w->plan->generate.temperature > 0.0
+                                ? draw(g, p)
+                                : most_likely(n->logits_host, vocabulary);
             n->tokens[p * n->context + n->lengths[p]++] = token;
             n->done[p] = is_end(g, token) ||
                          n->lengths[p] - n->first[p] == g->w->plan->generate.max_new_tokens;

@@ -382,10 +382,12 @@ static uint64_t device_bytes(const struct gpu *g, uint32_t every)
     uint64_t compute = g->device->compute_bytes;
     struct layers_shape shape = layers_shape_of(g, every);
     return buffers_bytes(plan, &g->w->layout, every, compute) +
-           layers_bytes(g->device, &g->w->layout, &shape) + generate_bytes(plan, &g->w->layout, compute);
+           layers_bytes(g->device, &g->w->layout, &shape) +
+           generate_bytes(plan, &g->w->layout, compute);
 }
 
-/* What fits and costs least: no recomputation, else one, with whichever grouping takes the least room. */
+/* What fits and costs least: no recomputation, else one, with whichever grouping takes the least
+ * room. */
 static uint32_t cheapest_mode(const struct gpu *g)
 {
     uint64_t room = g->w->plan->device_bytes_max, blocks = g->w->layout.config.n_layers;
@@ -410,7 +412,8 @@ static int choose_mode(struct gpu *g)
         return 0;
     (void)error_set(ERROR_FIT, "device buffers need %llu bytes, max_ram leaves %llu for them",
                     (unsigned long long)need, (unsigned long long)plan->device_bytes_max);
-    return error_hint("a smaller micro_batch_size or seq_len, or activation_checkpointing = \"full\", needs less");
+    return error_hint("a smaller micro_batch_size or seq_len, or activation_checkpointing = "
+                      "\"full\", needs less");
 }
 
 static int open_layers(struct gpu *g)
@@ -458,7 +461,8 @@ static int gpu_open(struct gpu *g, struct worker *w)
         buffers_open(&g->buffers, g->device, plan, &w->layout, g->checkpoint_every) < 0 ||
         open_layers(g) < 0 || generate_open(g) < 0)
         return -(int)error_kind_now();
-    (void)snprintf(w->self->lineage, sizeof w->self->lineage, "%s", g->device->ops->lineage(g->device));
+    (void)snprintf(w->self->lineage, sizeof w->self->lineage, "%s",
+                   g->device->ops->lineage(g->device));
     log_line(LOG_INFO, "device: %s; %llu bytes of buffers", g->device->ops->lineage(g->device),
              (unsigned long long)w->self->device_bytes);
     return 0;

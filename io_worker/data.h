@@ -130,8 +130,8 @@ size_t data_describe(const struct data *d, char *text, size_t capacity);
 
 /*
  * xxh3-128 over everything that decides which tokens sample q of DATA_TRAIN holds: contents of the
- * sources in order, format, tokenizer, seq_len, packing, shuffle, val_fraction, eos, seed. Not paths
- * or times, nor validation files, which a run may change.
+ * sources in order, format, tokenizer, seq_len, packing, shuffle, val_fraction, eos, seed. Not
+ * paths or times, nor validation files, which a run may change.
  */
 void data_fingerprint(const struct data *d, uint64_t hash[2]);
 

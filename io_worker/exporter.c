@@ -1,7 +1,7 @@
 /*
  * Exports the committed version between other work: one page is in flight, and a turn converts one.
- * Its slots are pinned (a copy of the table), so that later steps write elsewhere; the launcher lets no
- * step two further be applied before the export is done.
+ * Its slots are pinned (a copy of the table), so that later steps write elsewhere; the launcher
+ * lets no step two further be applied before the export is done.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -35,7 +35,9 @@ int exporter_begin(struct io *io, const char *out)
     struct export_config config = {
         .layout = io->layout,
         .model_folder = folder,
-        .tokenizer = io->plan->data.tokenizer_is_bytes ? NULL : plan_text_get(io->plan, io->plan->data.tokenizer),
+        .tokenizer = io->plan->data.tokenizer_is_bytes
+                         ? NULL
+                         : plan_text_get(io->plan, io->plan->data.tokenizer),
         .weights_folder = io->plan->weights == PLAN_WEIGHTS_RANDOM ? NULL : folder,
         .out = out,
         .dtype = io->plan->checkpoint.export_dtype,
@@ -43,8 +45,9 @@ int exporter_begin(struct io *io, const char *out)
     };
     if (export_open(&e->export, &config) < 0) {
         if (io->plan->mode == PLAN_TRAIN)
-            (void)error_hint("step %llu is committed; start the run again to resume with its export",
-                             (unsigned long long)config.step);
+            (void)error_hint(
+                "step %llu is committed; start the run again to resume with its export",
+                (unsigned long long)config.step);
         return -(int)error_kind_now();
     }
     memcpy(e->pinned, io->committed, io->layout->n_pages * sizeof *e->pinned);
@@ -86,9 +89,10 @@ static int convert_page(struct io *io)
     store_page_layout(io->store, e->page, &layout);
     if (store_verify_image(io->store, &e->pinned[e->page], e->image) < 0)
         return -(int)error_kind_now();
-    const uint16_t *residual = io->plan->bf16 ? page_image_part(e->image, &layout, PART_RESIDUAL) : NULL;
-    if (export_page(e->export, &io->layout->pages[e->page], page_image_part(e->image, &layout, PART_WEIGHTS),
-                    residual) < 0)
+    const uint16_t *residual =
+        io->plan->bf16 ? page_image_part(e->image, &layout, PART_RESIDUAL) : NULL;
+    if (export_page(e->export, &io->layout->pages[e->page],
+                    page_image_part(e->image, &layout, PART_WEIGHTS), residual) < 0)
         return error_wrap("export of step %llu", (unsigned long long)e->step);
     e->reading = e->landed = 0;
     e->page++;

@@ -11,12 +11,14 @@ static int take_export_order(struct io *io)
 {
     char out[4096];
     uint64_t step = atomic_load_explicit(&io->w->orders->export_step, memory_order_acquire);
-    if (exporter_busy(io) || step <= atomic_load_explicit(&io->w->self->exported_step, memory_order_relaxed))
+    if (exporter_busy(io) ||
+        step <= atomic_load_explicit(&io->w->self->exported_step, memory_order_relaxed))
         return 0;
     if (step != io->newest.facts.step)
         return 0; /* not committed here yet, or ordered before a restart and done again */
     (void)snprintf(out, sizeof out, "%s/step-%llu",
-                   plan_text_get(io->plan, io->plan->checkpoint.export_dir), (unsigned long long)step);
+                   plan_text_get(io->plan, io->plan->checkpoint.export_dir),
+                   (unsigned long long)step);
     return exporter_begin(io, out) < 0 ? -(int)error_kind_now() : 1;
 }
 

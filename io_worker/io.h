@@ -4,8 +4,8 @@
  *     start.c    data, store, import or recovery, first weights: everything before READY
  *     pager.c    the steady state: microbatches, weights, state, write-back, commit
  *     read_back.c the newest commit read back before a skipped step is committed
- *     exporter.c a Hugging Face folder out of one pinned version, a page at a time between other work
- *     offline.c  digest and export commands
+ *     exporter.c a Hugging Face folder out of one pinned version, a page at a time between other
+ * work offline.c  digest and export commands
  *
  * Pages move in this circle; io writes only the frames of MICROBATCH, WEIGHTS and STATE:
  *
@@ -43,10 +43,10 @@ struct lane {
     struct frame_io *in, *out;
     uint32_t *free_in, *free_out; /* stacks */
     uint64_t n_free_in, n_free_out;
-    uint32_t *in_of_rank;  /* [rank % frames_max]: the STATE frame that holds it */
-    uint64_t read_rank;    /* next to read from the store */
-    uint64_t lend_rank;    /* next to lend */
-    uint64_t done_rank;    /* image frames given back */
+    uint32_t *in_of_rank;   /* [rank % frames_max]: the STATE frame that holds it */
+    uint64_t read_rank;     /* next to read from the store */
+    uint64_t lend_rank;     /* next to lend */
+    uint64_t done_rank;     /* image frames given back */
     double read_s, apply_s; /* moving averages for prediction; seconds a page */
     uint64_t last_writeback_ns;
 };
@@ -109,7 +109,7 @@ struct io {
 
     /* the step being applied */
     struct lane *lanes;
-    uint64_t apply_step;    /* whose decision has been taken in; complete_step + 1 or complete_step */
+    uint64_t apply_step; /* whose decision has been taken in; complete_step + 1 or complete_step */
     struct step_orders orders;
     uint64_t pages_back;    /* written back by opt workers */
     uint64_t pages_written; /* and durable as far as the engine knows */

@@ -1,10 +1,10 @@
 /*
  * The steady state of io_worker: one turn does whatever can be done now, and never waits.
  *
- * Two walks run side by side. The gpu's: MICROBATCH and WEIGHTS descriptors in visiting order, each page
- * as soon as its frame holds the version that the step computes with. The optimizer's: for the step whose
- * gradients come next, images are read ahead from the newest commit, lent in forward order once the
- * launcher has decided, and come back one version on.
+ * Two walks run side by side. The gpu's: MICROBATCH and WEIGHTS descriptors in visiting order, each
+ * page as soon as its frame holds the version that the step computes with. The optimizer's: for the
+ * step whose gradients come next, images are read ahead from the newest commit, lent in forward
+ * order once the launcher has decided, and come back one version on.
  *
  * Reading ahead starts only after the newest commit is durable: these reads are also its read-back
  * (slots.h), and count as such only when they were submitted after its flush.
@@ -39,7 +39,8 @@ static uint64_t page_of(const struct io *io, uint32_t lane, uint64_t rank)
 
 /* -- MICROBATCH -- */
 
-static int fill_microbatch(struct io *io, enum data_set set, uint64_t first, uint64_t count, int32_t *frame)
+static int fill_microbatch(struct io *io, enum data_set set, uint64_t first, uint64_t count,
+                           int32_t *frame)
 {
     uint64_t t = io->plan->seq_len, b = io->plan->micro_batch_size, n = t * b;
     for (uint64_t i = 0; i < b; i++) {
@@ -56,8 +57,8 @@ static int fill_microbatch(struct io *io, enum data_set set, uint64_t first, uin
     return 0;
 }
 
-static int publish_microbatch(struct io *io, struct ring_descriptor *d, enum data_set set, uint64_t first,
-                              uint64_t count)
+static int publish_microbatch(struct io *io, struct ring_descriptor *d, enum data_set set,
+                              uint64_t first, uint64_t count)
 {
     d->frame = io->free_microbatches[--io->n_free_microbatches];
     int32_t *frame = segment_frame(&io->w->segment, REGION_MICROBATCH_POOL, 0, d->frame);
@@ -129,7 +130,8 @@ static int feed(struct io *io)
 
 /* -- WEIGHTS -- */
 
-/* Lends the cursor's page: 1, 0 when the ring is full (this one, or that of the returns would be), negative. */
+/* Lends the cursor's page: 1, 0 when the ring is full (this one, or that of the returns would be),
+ * negative. */
 static int lend_weights(struct io *io, const struct visits *vs, struct cursor *c, uint32_t kind)
 {
     const struct visit *visit = &vs->visits[c->visit];
@@ -243,9 +245,10 @@ static void on_state_read(struct io_request *request, int result)
         return;
     }
     if (memcmp(header->digest, entry->digest, sizeof entry->digest) != 0) {
-        io->failed = error_set(ERROR_FAILED, "%s, offset %llu: page %llu is not the one that was committed",
-                               store_file_path(io->store, request->file),
-                               (unsigned long long)request->offset, (unsigned long long)f->page);
+        io->failed =
+            error_set(ERROR_FAILED, "%s, offset %llu: page %llu is not the one that was committed",
+                      store_file_path(io->store, request->file),
+                      (unsigned long long)request->offset, (unsigned long long)f->page);
         return;
     }
     double seconds = clock_seconds_since(request->submitted_ns);
@@ -370,7 +373,8 @@ static int write_back(struct io *io, uint32_t l, const struct ring_descriptor *d
     memcpy(segment_frame(&io->w->segment, REGION_WEIGHTS_POOL, 0, (uint32_t)d->page),
            page_image_part(image, &layout, PART_WEIGHTS), pager_weights_bytes(io, d->page));
     io->weights_version[d->page] = d->step;
-    pager_mark_read_back(io, d->page); /* the worker compared every byte of the old version before it used it */
+    pager_mark_read_back(
+        io, d->page); /* the worker compared every byte of the old version before it used it */
     page_entry_from_image(&io->forming[d->page], image, slot);
     f->page = d->page;
     f->request.buffer = image;

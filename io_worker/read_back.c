@@ -1,10 +1,10 @@
 /*
  * Read-back of the newest commit without an update.
  *
- * The next update reads every page anyway, and that is the read-back (slots.h). A skipped step updates
- * nothing, yet its commit takes the table place of the commit before the newest one: if the drive had lost
- * a write of the newest, nothing whole would be left to fall back to. So a skip's commit waits until
- * every page of the newest commit was read and compared, one at a time.
+ * The next update reads every page anyway, and that is the read-back (slots.h). A skipped step
+ * updates nothing, yet its commit takes the table place of the commit before the newest one: if the
+ * drive had lost a write of the newest, nothing whole would be left to fall back to. So a skip's
+ * commit waits until every page of the newest commit was read and compared, one at a time.
  */
 #include <stdlib.h>
 #include <string.h>

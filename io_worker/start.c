@@ -1,6 +1,6 @@
 /*
- * Everything before READY. Order matters: what the user may have got wrong is found before the store
- * is touched, and what does not fit before anything is written.
+ * Everything before READY. Order matters: what the user may have got wrong is found before the
+ * store is touched, and what does not fit before anything is written.
  *
  *     data        open, check, tokenize                    exit 2
  *     weights     source folder against the layout         exit 2
@@ -25,7 +25,8 @@ enum { ENGINE_DEPTH = 256 };
 _Static_assert((int)PLAN_FORMAT_TOKENS == (int)DATA_FORMAT_TOKENS &&
                    (int)PLAN_FORMAT_TEXT == (int)DATA_FORMAT_TEXT,
                "the plan's formats are data.h's");
-_Static_assert((int)PLAN_ENGINE_URING == (int)ENGINE_URING && (int)PLAN_ENGINE_SYNC == (int)ENGINE_SYNC,
+_Static_assert((int)PLAN_ENGINE_URING == (int)ENGINE_URING &&
+                   (int)PLAN_ENGINE_SYNC == (int)ENGINE_SYNC,
                "the plan's engines are engine.h's");
 _Static_assert(sizeof(struct page_entry) == PAGE_TABLE_ENTRY_BYTES, "page_table.h knows the size");
 
@@ -33,8 +34,8 @@ static void tell(struct io *io, const char *text)
 {
     size_t used = strlen(io->w->self->message), n = strlen(text);
     if (n)
-        (void)snprintf(io->w->self->message + used, sizeof io->w->self->message - used, "%s%s", text,
-                       text[n - 1] == '\n' ? "" : "\n");
+        (void)snprintf(io->w->self->message + used, sizeof io->w->self->message - used, "%s%s",
+                       text, text[n - 1] == '\n' ? "" : "\n");
 }
 
 int io_progress(void *context, enum store_activity activity, uint64_t done, uint64_t total)
@@ -67,11 +68,13 @@ static const char **texts_of(const struct plan *plan, struct plan_texts texts)
 
 static void count_evaluation(struct io *io)
 {
-    uint64_t n = data_samples(io->data, io->plan->mode == PLAN_EVALUATE ? DATA_TRAIN : DATA_VALIDATION);
+    uint64_t n =
+        data_samples(io->data, io->plan->mode == PLAN_EVALUATE ? DATA_TRAIN : DATA_VALIDATION);
     uint64_t wanted = io->plan->mode == PLAN_EVALUATE ? n : io->plan->evaluate_sequences;
     uint64_t sequences = wanted < n ? wanted : n, b = io->plan->micro_batch_size;
     atomic_store_explicit(&io->w->self->evaluate_sequences, sequences, memory_order_relaxed);
-    atomic_store_explicit(&io->w->self->evaluate_microbatches, (sequences + b - 1) / b, memory_order_release);
+    atomic_store_explicit(&io->w->self->evaluate_microbatches, (sequences + b - 1) / b,
+                          memory_order_release);
 }
 
 int start_data(struct io *io)
@@ -113,7 +116,8 @@ int start_data(struct io *io)
 
 /* -- store -- */
 
-/* The engine moves pages to and from these frames all the time: registered, they need no pinning. */
+/* The engine moves pages to and from these frames all the time: registered, they need no pinning.
+ */
 static int register_frames(struct io *io)
 {
     const struct segment *s = &io->w->segment;
@@ -185,20 +189,23 @@ static int check_data(const struct io *io)
     uint64_t per_step = io->plan->microbatches * io->plan->micro_batch_size;
     if (io->newest.facts.data_position[0] != io->newest.facts.step * per_step) {
         (void)error_set(ERROR_USER,
-                        "[training] micro_batch_size x gradient_accumulation_steps: step %llu ended at sample %llu, "
+                        "[training] micro_batch_size x gradient_accumulation_steps: step %llu "
+                        "ended at sample %llu, "
                         "found %llu samples per step",
                         (unsigned long long)io->newest.facts.step,
-                        (unsigned long long)io->newest.facts.data_position[0], (unsigned long long)per_step);
+                        (unsigned long long)io->newest.facts.data_position[0],
+                        (unsigned long long)per_step);
         return error_hint("set them back, or start a new run in another run.output_dir");
     }
     data_fingerprint(io->data, now);
     if (memcmp(then, now, sizeof now) == 0)
         return 0;
-    (void)error_set(ERROR_USER,
-                    "[data] train: the contents of the files are not those the run was started with: expected "
-                    "fingerprint %016llx%016llx, found %016llx%016llx",
-                    (unsigned long long)then[1], (unsigned long long)then[0], (unsigned long long)now[1],
-                    (unsigned long long)now[0]);
+    (void)error_set(
+        ERROR_USER,
+        "[data] train: the contents of the files are not those the run was started with: expected "
+        "fingerprint %016llx%016llx, found %016llx%016llx",
+        (unsigned long long)then[1], (unsigned long long)then[0], (unsigned long long)now[1],
+        (unsigned long long)now[0]);
     return error_hint("restore the files, or start a new run in another run.output_dir");
 }
 
@@ -244,8 +251,9 @@ static int open_source(struct io *io, struct import **im)
 {
     struct import_config config = {
         .layout = io->layout,
-        .folder = io->plan->weights == PLAN_WEIGHTS_RANDOM ? NULL
-                                                           : plan_text_get(io->plan, io->plan->model_dir),
+        .folder = io->plan->weights == PLAN_WEIGHTS_RANDOM
+                      ? NULL
+                      : plan_text_get(io->plan, io->plan->model_dir),
         .seed = io->plan->seed,
     };
     return import_open(im, &config);
@@ -295,18 +303,20 @@ static int load_one(struct io *io, void *image, uint64_t page)
     void *frame = segment_frame(&io->w->segment, REGION_WEIGHTS_POOL, 0, (uint32_t)page);
     uint64_t bytes = pager_weights_bytes(io, page);
     memcpy(frame, page_image_part(image, &layout, PART_WEIGHTS), bytes);
-    if (!page_digest_equal(page_image_digest(frame, bytes), io->committed[page].digest[PART_WEIGHTS]))
-        return error_set(ERROR_FAILED,
-                         "%s, offset %llu: weights of page %llu: the digest is not the committed one, "
-                         "though it was when recovery read them",
-                         store_file_path(io->store, request.file), (unsigned long long)request.offset,
-                         (unsigned long long)page);
+    if (!page_digest_equal(page_image_digest(frame, bytes),
+                           io->committed[page].digest[PART_WEIGHTS]))
+        return error_set(
+            ERROR_FAILED,
+            "%s, offset %llu: weights of page %llu: the digest is not the committed one, "
+            "though it was when recovery read them",
+            store_file_path(io->store, request.file), (unsigned long long)request.offset,
+            (unsigned long long)page);
     io->weights_version[page] = io->committed[page].version;
     return 0;
 }
 
-/* Compute weights of the newest commit. Recovery has just verified the bytes on disk; this is another read
- * of them, so it is checked too. */
+/* Compute weights of the newest commit. Recovery has just verified the bytes on disk; this is
+ * another read of them, so it is checked too. */
 static int load_from_store(struct io *io)
 {
     void *image = io->exporter.image;
@@ -331,7 +341,8 @@ static int load_from_folder(struct io *io)
     for (uint64_t p = 0; p < io->layout->n_pages && rc == 0; p++) {
         page_image_layout(&layout, io->dtype, io->layout->pages[p].elements);
         void *frame = segment_frame(&io->w->segment, REGION_WEIGHTS_POOL, 0, (uint32_t)p);
-        void *residual = io->plan->bf16 ? page_image_part(io->exporter.image, &layout, PART_RESIDUAL) : NULL;
+        void *residual =
+            io->plan->bf16 ? page_image_part(io->exporter.image, &layout, PART_RESIDUAL) : NULL;
         rc = import_page(im, &io->layout->pages[p], frame, residual);
         worker_progress(io->w, ACTIVITY_LOADING, p, io->layout->n_pages);
         if (rc == 0)
@@ -367,10 +378,11 @@ static int recover(struct io *io)
         log_line(LOG_WARN, "%s", text);
     }
     /* config.toml in the run directory refuses this; it may have been lost or edited */
-    if (io->plan->mode == PLAN_TRAIN &&
-        memcmp(&io->newest.facts.config, io->plan->bits_hash, sizeof io->newest.facts.config) != 0) {
-        const char *changed = "the configuration keys that determine bits are not those the run was started with: "
-                              "from here on bits differ from an undisturbed run";
+    if (io->plan->mode == PLAN_TRAIN && memcmp(&io->newest.facts.config, io->plan->bits_hash,
+                                               sizeof io->newest.facts.config) != 0) {
+        const char *changed =
+            "the configuration keys that determine bits are not those the run was started with: "
+            "from here on bits differ from an undisturbed run";
         tell(io, changed);
         log_line(LOG_WARN, "%s", changed);
     }
@@ -391,9 +403,12 @@ int start_weights(struct io *io)
         return error_set(ERROR_USER, "[run] resume = \"never\", but %s holds a commit of this run",
                          io->directories[0]);
     if (!exists && io->plan->store_expected) {
-        (void)error_set(ERROR_USER, "%s: no store with a commit there, though %s/metrics.jsonl has steps of this run",
-                        io->directories[0], plan_text_get(io->plan, io->plan->output_dir));
-        return error_hint("is the file system of offload_dir mounted? `mtlaunch clean %s` first starts the run anew",
+        (void)error_set(
+            ERROR_USER,
+            "%s: no store with a commit there, though %s/metrics.jsonl has steps of this run",
+            io->directories[0], plan_text_get(io->plan, io->plan->output_dir));
+        return error_hint("is the file system of offload_dir mounted? `mtlaunch clean %s` first "
+                          "starts the run anew",
                           plan_text_get(io->plan, io->plan->output_dir));
     }
     if (!exists && io->plan->mode != PLAN_TRAIN)
@@ -402,7 +417,8 @@ int start_weights(struct io *io)
         return rc;
     uint64_t bytes = io->layout->n_pages * sizeof *io->committed;
     memcpy(io->forming, io->committed, bytes);
-    memcpy(io->anchor, io->committed, bytes); /* recovery read every slot; import is read by the first step */
+    memcpy(io->anchor, io->committed,
+           bytes); /* recovery read every slot; import is read by the first step */
     io->w->self->store_bytes = store_bytes_needed(io->layout, io->dtype, io->plan->slots_per_page);
     announce_commit(io);
     return 0;

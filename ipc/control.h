@@ -1,22 +1,24 @@
 /*
  * Control memory: the truth about the step protocol, in shared pages with one writer each.
  *
- * The launcher writes orders (what may begin), each worker writes facts (what is done). Messages only
- * say "look again": every wait re-reads these pages, so a lost, doubled or late message costs at most
- * 100 ms.
+ * The launcher writes orders (what may begin), each worker writes facts (what is done). Messages
+ * only say "look again": every wait re-reads these pages, so a lost, doubled or late message costs
+ * at most 100 ms.
  *
- * Orders are counters of steps: a worker that sees begin_step >= s may begin step s. What belongs to a
- * step stands in orders[s % PLAN_SLACK_STEPS], complete before the counter says so (release store,
- * acquire load), and is not written again before every worker is past it: two steps are in flight.
+ * Orders are counters of steps: a worker that sees begin_step >= s may begin step s. What belongs
+ * to a step stands in orders[s % PLAN_SLACK_STEPS], complete before the counter says so (release
+ * store, acquire load), and is not written again before every worker is past it: two steps are in
+ * flight.
  *
  *     launcher                             workers
- *     begin_step = s          ----->       gpu: forward s, then backward s; io: microbatches, weights
+ *     begin_step = s          ----->       gpu: forward s, then backward s; io: microbatches,
+ * weights
  *                             <-----       gpu: forward_step = s (loss), backward_step = s
  *                             <-----       opt i: norm_step = s
  *     apply_step = s {lr,scale} ---->      opt i: AdamW page by page; io: reads state, writes slots
  *     begin_step = s + 1      ----->       (behind the apply)
- *                             <-----       io: complete_step = s (every page written and flushed, hashed)
- *     commit_step = s {loss, norm} -->     io: digest table, record
+ *                             <-----       io: complete_step = s (every page written and flushed,
+ * hashed) commit_step = s {loss, norm} -->     io: digest table, record
  *                             <-----       io: committed_step = s
  */
 #ifndef IPC_CONTROL_H
@@ -36,17 +38,17 @@ enum {
 /* What one step needs beyond its number. Written by the launcher before the counter moves. */
 struct step_orders {
     uint64_t step;
-    uint64_t t;           /* AdamW's step count: updates applied so far, this one included */
-    uint32_t skip;        /* 1: the norm was not usable; no page changes */
+    uint64_t t;    /* AdamW's step count: updates applied so far, this one included */
+    uint32_t skip; /* 1: the norm was not usable; no page changes */
     uint32_t pad;
     float learning_rate;
     float lr_decay;       /* lr * weight_decay */
     float step_size;      /* lr / (1 - beta1^t) */
     float inv_sqrt_bias2; /* 1 / sqrt(1 - beta2^t) */
     float beta1, one_minus_beta1, beta2, one_minus_beta2;
-    float eps, scale;     /* scale: gradient clipping */
-    double loss, norm;    /* mean loss over labelled tokens; gradient norm before clipping */
-    uint64_t labelled;    /* tokens with a label */
+    float eps, scale;  /* scale: gradient clipping */
+    double loss, norm; /* mean loss over labelled tokens; gradient norm before clipping */
+    uint64_t labelled; /* tokens with a label */
 };
 
 /* Written by the launcher alone. */
@@ -66,7 +68,7 @@ struct launcher_control {
 
 /* A span of work, for ETA lines: what the worker does now and how far it is. */
 struct worker_progress {
-    _Atomic uint32_t activity; /* enum worker_activity */
+    _Atomic uint32_t activity;    /* enum worker_activity */
     _Atomic uint64_t done, total; /* bytes; FENCE: milliseconds */
 };
 
@@ -91,34 +93,36 @@ enum worker_activity {
 /* What a gpu_worker found in one step's forward. */
 struct step_result {
     uint64_t step;
-    uint64_t labelled;      /* tokens with a label */
-    uint64_t tokens;        /* positions computed */
-    double loss_sum;        /* over labelled tokens; mean = loss_sum / labelled */
-    uint64_t begin_ns;      /* clock at the first use of this step's weights */
+    uint64_t labelled;                /* tokens with a label */
+    uint64_t tokens;                  /* positions computed */
+    double loss_sum;                  /* over labelled tokens; mean = loss_sum / labelled */
+    uint64_t begin_ns;                /* clock at the first use of this step's weights */
     uint64_t forward_ns, backward_ns; /* clock at the end of each */
 };
 
-/* Written by its worker alone. One struct for all roles: a role leaves what it does not know zero. */
+/* Written by its worker alone. One struct for all roles: a role leaves what it does not know zero.
+ */
 struct worker_control {
     uint64_t magic;
     uint32_t role, index;
     int32_t pid;
     uint32_t generation;
-    _Atomic uint32_t ready;       /* 1: set up, waiting for orders */
-    _Atomic uint32_t sleeping;    /* 1: about to poll, ring the bell */
-    _Atomic uint64_t heartbeat;   /* turns of the main loop; gpu: also work items of an operation */
+    _Atomic uint32_t ready;     /* 1: set up, waiting for orders */
+    _Atomic uint32_t sleeping;  /* 1: about to poll, ring the bell */
+    _Atomic uint64_t heartbeat; /* turns of the main loop; gpu: also work items of an operation */
     struct worker_progress progress;
     _Atomic uint64_t wait_ns[RING_COUNT]; /* time slept for want of each ring, since the start */
 
     /* gpu */
     _Atomic uint64_t forward_step, backward_step;
-    _Atomic uint64_t evaluated;     /* evaluations done; result below */
-    _Atomic uint64_t generated;     /* generations done; tokens in GENERATED */
-    _Atomic uint64_t sweep_request; /* forward-only sweeps over the weights that gpu wants from io */
+    _Atomic uint64_t evaluated; /* evaluations done; result below */
+    _Atomic uint64_t generated; /* generations done; tokens in GENERATED */
+    _Atomic uint64_t
+        sweep_request; /* forward-only sweeps over the weights that gpu wants from io */
     _Atomic uint64_t evaluate_tokens;
     _Atomic double evaluate_loss_sum;
     uint64_t device_bytes;
-    uint32_t checkpoint_every;      /* the mode chosen: valid from READY on */
+    uint32_t checkpoint_every; /* the mode chosen: valid from READY on */
     struct step_result results[PLAN_SLACK_STEPS];
 
     /* opt */
@@ -129,14 +133,16 @@ struct worker_control {
     _Atomic uint64_t complete_step, committed_step, exported_step;
     _Atomic uint64_t bytes_read, bytes_written;
     _Atomic uint64_t evaluate_microbatches, evaluate_sequences; /* of one evaluation */
-    uint64_t samples;       /* training samples of one epoch */
+    uint64_t samples;                                           /* training samples of one epoch */
     uint64_t resume_step, resume_t, resume_data_position;
     uint64_t store_bytes;
-    uint64_t apply_begin_ns[PLAN_SLACK_STEPS], complete_ns[PLAN_SLACK_STEPS], committed_ns[PLAN_SLACK_STEPS];
+    uint64_t apply_begin_ns[PLAN_SLACK_STEPS], complete_ns[PLAN_SLACK_STEPS],
+        committed_ns[PLAN_SLACK_STEPS];
     uint8_t state_hash[PLAN_SLACK_STEPS][16]; /* of complete step s at s % PLAN_SLACK_STEPS */
     uint8_t weights_hash[16];                 /* digest command */
 
-    char lineage[CONTROL_LINEAGE_BYTES]; /* gpu: what bits depend on; io: that of the newest commit */
+    char lineage[CONTROL_LINEAGE_BYTES]; /* gpu: what bits depend on; io: that of the newest commit
+                                          */
 
     /* last words */
     _Atomic uint32_t error_kind;
@@ -168,7 +174,8 @@ static inline int32_t *generated_tokens(struct generated *g, uint64_t prompt)
 }
 static inline uint64_t generated_bytes(uint64_t prompts, uint64_t tokens_max)
 {
-    return sizeof(struct generated) + prompts * sizeof(uint64_t) + prompts * tokens_max * sizeof(int32_t);
+    return sizeof(struct generated) + prompts * sizeof(uint64_t) +
+           prompts * tokens_max * sizeof(int32_t);
 }
 
 /* A MICROBATCH frame: four arrays (B, T) int32. */

@@ -19,7 +19,8 @@ struct endpoint {
 
 static int fail(struct endpoint *e, const char *what, const char *address)
 {
-    int rc = error_set(ERROR_FAILED, "control channel %s: %s: %s", address, what, zmq_strerror(errno));
+    int rc =
+        error_set(ERROR_FAILED, "control channel %s: %s: %s", address, what, zmq_strerror(errno));
     endpoint_close(e);
     return rc;
 }
@@ -27,11 +28,12 @@ static int fail(struct endpoint *e, const char *what, const char *address)
 /* libzmq would say "File name too long" without saying how long it may be. */
 static int check_address(const char *address)
 {
-    const size_t scheme = strlen("ipc://"), path_max = sizeof ((struct sockaddr_un *)0)->sun_path - 1;
+    const size_t scheme = strlen("ipc://"),
+                 path_max = sizeof((struct sockaddr_un *)0)->sun_path - 1;
     if (strncmp(address, "ipc://", scheme) != 0 || strlen(address) <= scheme + path_max)
         return 0;
-    (void)error_set(ERROR_FAILED, "control channel %s: a path of %zu bytes, at most %zu expected", address,
-                    strlen(address) - scheme, path_max);
+    (void)error_set(ERROR_FAILED, "control channel %s: a path of %zu bytes, at most %zu expected",
+                    address, strlen(address) - scheme, path_max);
     return error_hint("a shorter TMPDIR or XDG_RUNTIME_DIR gives a shorter path");
 }
 
@@ -55,7 +57,8 @@ static struct endpoint *open_socket(int type)
         return NULL;
     }
     int64_t bytes_max = MESSAGE_BYTES_MAX;
-    (void)zmq_setsockopt(e->socket, ZMQ_MAXMSGSIZE, &bytes_max, sizeof bytes_max); /* decode checks too */
+    (void)zmq_setsockopt(e->socket, ZMQ_MAXMSGSIZE, &bytes_max,
+                         sizeof bytes_max); /* decode checks too */
     return e;
 }
 
@@ -66,7 +69,8 @@ int endpoint_bind(struct endpoint **endpoint, const char *address)
         return -(int)error_kind_now();
     struct endpoint *e = open_socket(ZMQ_ROUTER);
     if (!e)
-        return error_set(ERROR_FAILED, "control channel: no ZeroMQ socket: %s", zmq_strerror(errno));
+        return error_set(ERROR_FAILED, "control channel: no ZeroMQ socket: %s",
+                         zmq_strerror(errno));
     /* MANDATORY: without it a message to an absent peer is dropped and reported as sent */
     if (set_option(e->socket, ZMQ_ROUTER_HANDOVER, 1) < 0 ||
         set_option(e->socket, ZMQ_ROUTER_MANDATORY, 1) < 0)
@@ -84,7 +88,8 @@ int endpoint_connect(struct endpoint **endpoint, const char *address, const char
         return -(int)error_kind_now();
     struct endpoint *e = open_socket(ZMQ_DEALER);
     if (!e)
-        return error_set(ERROR_FAILED, "control channel: no ZeroMQ socket: %s", zmq_strerror(errno));
+        return error_set(ERROR_FAILED, "control channel: no ZeroMQ socket: %s",
+                         zmq_strerror(errno));
     if (zmq_setsockopt(e->socket, ZMQ_ROUTING_ID, name, strlen(name)) < 0)
         return fail(e, "routing id", address);
     if (zmq_connect(e->socket, address) < 0)
@@ -131,7 +136,8 @@ int endpoint_send(struct endpoint *e, const char *to, const struct message *m)
     return 0;
 }
 
-/* One frame of a message: its size, which may be above `capacity` (the rest is cut), or -1 for none. */
+/* One frame of a message: its size, which may be above `capacity` (the rest is cut), or -1 for
+ * none. */
 static int receive_frame(struct endpoint *e, void *out, size_t capacity, int *more)
 {
     size_t size = sizeof *more;

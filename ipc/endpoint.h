@@ -1,8 +1,8 @@
 /*
  * One end of the control channel: a ROUTER in the launcher, a DEALER in each worker and command.
  *
- * Sends never block (a full or absent peer drops the message: the truth is in the control pages) and
- * nothing lingers at exit.
+ * Sends never block (a full or absent peer drops the message: the truth is in the control pages)
+ * and nothing lingers at exit.
  */
 #ifndef IPC_ENDPOINT_H
 #define IPC_ENDPOINT_H

@@ -52,12 +52,13 @@ int64_t message_encode(const struct message *m, unsigned char *out, size_t capac
     struct buffer b = {out, 0, capacity};
     msgpack_packer p;
     msgpack_packer_init(&p, &b, buffer_write);
-    if (msgpack_pack_array(&p, MESSAGE_FIELDS) < 0 || msgpack_pack_uint32(&p, (uint32_t)m->type) < 0 ||
-        pack_text(&p, m->token, sizeof m->token) < 0 || msgpack_pack_uint32(&p, m->generation) < 0 ||
-        msgpack_pack_uint64(&p, m->step) < 0 || msgpack_pack_uint64(&p, m->a) < 0 ||
-        pack_text(&p, m->text, sizeof m->text) < 0)
-        return error_set(ERROR_FAILED, "message %s does not fit into %zu bytes", message_name(m->type),
-                         capacity);
+    if (msgpack_pack_array(&p, MESSAGE_FIELDS) < 0 ||
+        msgpack_pack_uint32(&p, (uint32_t)m->type) < 0 ||
+        pack_text(&p, m->token, sizeof m->token) < 0 ||
+        msgpack_pack_uint32(&p, m->generation) < 0 || msgpack_pack_uint64(&p, m->step) < 0 ||
+        msgpack_pack_uint64(&p, m->a) < 0 || pack_text(&p, m->text, sizeof m->text) < 0)
+        return error_set(ERROR_FAILED, "message %s does not fit into %zu bytes",
+                         message_name(m->type), capacity);
     return (int64_t)b.used;
 }
 
@@ -87,8 +88,9 @@ static int get_fields(const msgpack_object *o, struct message *m)
     const msgpack_object *f = o->via.array.ptr;
     if (get_number(&f[0], MESSAGE_COUNT - 1, &type) < 0 ||
         get_text(&f[1], m->token, sizeof m->token) < 0 ||
-        get_number(&f[2], UINT32_MAX, &generation) < 0 || get_number(&f[3], UINT64_MAX, &m->step) < 0 ||
-        get_number(&f[4], UINT64_MAX, &m->a) < 0 || get_text(&f[5], m->text, sizeof m->text) < 0)
+        get_number(&f[2], UINT32_MAX, &generation) < 0 ||
+        get_number(&f[3], UINT64_MAX, &m->step) < 0 || get_number(&f[4], UINT64_MAX, &m->a) < 0 ||
+        get_text(&f[5], m->text, sizeof m->text) < 0)
         return -1;
     m->type = (enum message_type)type;
     m->generation = (uint32_t)generation;
@@ -115,8 +117,8 @@ static size_t field_bytes(const unsigned char *bytes, size_t n)
     return size <= n ? (size_t)size : 0;
 }
 
-/* msgpack-c allocates what a header promises (five bytes can ask for 128 GB) before it looks for the
- * elements: so nothing but an array of six plain fields comes that far. */
+/* msgpack-c allocates what a header promises (five bytes can ask for 128 GB) before it looks for
+ * the elements: so nothing but an array of six plain fields comes that far. */
 static int has_our_shape(const unsigned char *bytes, size_t n)
 {
     size_t at = 1;
@@ -134,7 +136,8 @@ static int has_our_shape(const unsigned char *bytes, size_t n)
 int message_decode(const unsigned char *bytes, size_t n, struct message *m)
 {
     if (n > MESSAGE_BYTES_MAX)
-        return error_set(ERROR_FAILED, "message of %zu bytes, at most %d expected", n, MESSAGE_BYTES_MAX);
+        return error_set(ERROR_FAILED, "message of %zu bytes, at most %d expected", n,
+                         MESSAGE_BYTES_MAX);
     if (!has_our_shape(bytes, n))
         return error_set(ERROR_FAILED, "message of %zu bytes is not one of ours", n);
     msgpack_unpacked unpacked;

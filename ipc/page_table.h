@@ -2,9 +2,9 @@
  * The page table: for every page, where each version that matters is durable. Written by io_worker
  * alone, in shared memory so that it survives io_worker's death; every entry carries its own hash.
  *
- *     entries[PAGE_TABLE_ANCHOR]     newest commit all of whose pages were read back since its flush
- *     entries[PAGE_TABLE_COMMITTED]  newest durable commit
- *     entries[PAGE_TABLE_FORMING]    the step being applied; equal to COMMITTED between steps
+ *     entries[PAGE_TABLE_ANCHOR]     newest commit all of whose pages were read back since its
+ * flush entries[PAGE_TABLE_COMMITTED]  newest durable commit entries[PAGE_TABLE_FORMING]    the
+ * step being applied; equal to COMMITTED between steps
  *
  * An entry is io_worker's struct page_entry (io_worker/commit.h), PAGE_TABLE_ENTRY_BYTES each.
  */
@@ -13,7 +13,12 @@
 
 #include <stdint.h>
 
-enum page_table_kind { PAGE_TABLE_ANCHOR, PAGE_TABLE_COMMITTED, PAGE_TABLE_FORMING, PAGE_TABLE_COUNT };
+enum page_table_kind {
+    PAGE_TABLE_ANCHOR,
+    PAGE_TABLE_COMMITTED,
+    PAGE_TABLE_FORMING,
+    PAGE_TABLE_COUNT
+};
 
 enum { PAGE_TABLE_ENTRY_BYTES = 128 };
 

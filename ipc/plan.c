@@ -95,7 +95,8 @@ void plan_place_regions(struct plan *plan, const struct model_layout *layout)
               topology_regions[r].per_worker ? plan->opt_workers : 1);
     for (int r = 0; r < RING_COUNT; r++) {
         uint64_t instances = topology_rings[r].per_worker ? plan->opt_workers : 1;
-        CHECK((plan->ring_depth[r] & (plan->ring_depth[r] - 1)) == 0); /* a power of two; 0: not used */
+        CHECK((plan->ring_depth[r] & (plan->ring_depth[r] - 1)) ==
+              0); /* a power of two; 0: not used */
         place(plan, &plan->ring_producers[r], ring_producer_bytes(plan->ring_depth[r]), instances);
         place(plan, &plan->ring_consumers[r], sizeof(struct ring_consumer_area), instances);
     }

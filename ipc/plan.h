@@ -1,6 +1,7 @@
 /*
- * The plan: everything a worker needs to know, resolved by the launcher from the run file, the model's
- * config.json and the machine, written once before any worker starts and read-only afterwards.
+ * The plan: everything a worker needs to know, resolved by the launcher from the run file, the
+ * model's config.json and the machine, written once before any worker starts and read-only
+ * afterwards.
  *
  * Plain data without pointers, since every process maps it where it likes. Texts (paths, prompts,
  * patterns) stand behind the struct in the same region; a plan_text says where.
@@ -20,10 +21,10 @@
 
 enum {
     PLAN_LAYOUT_VERSION = 1,
-    PLAN_LISTS_MAX = 65536,     /* entries over all text lists */
-    PLAN_ENDPOINT_BYTES = 108,  /* sun_path: a longer ipc path fails to bind */
-    PLAN_TOKEN_BYTES = 33,      /* 32 hexadecimal digits that a peer must know */
-    PLAN_SLACK_STEPS = 4,       /* per-step places in the control pages; two steps may be in flight */
+    PLAN_LISTS_MAX = 65536,    /* entries over all text lists */
+    PLAN_ENDPOINT_BYTES = 108, /* sun_path: a longer ipc path fails to bind */
+    PLAN_TOKEN_BYTES = 33,     /* 32 hexadecimal digits that a peer must know */
+    PLAN_SLACK_STEPS = 4, /* per-step places in the control pages; two steps may be in flight */
 };
 
 enum plan_mode {
@@ -54,7 +55,7 @@ struct plan_texts {
 /* The frames of one pool (of one instance, for a per-worker pool). */
 struct plan_pool {
     uint64_t frame_bytes; /* what a frame must hold */
-    uint64_t stride;      /* from frame to frame: an odd multiple of 4096 (against 4 KiB aliasing) */
+    uint64_t stride; /* from frame to frame: an odd multiple of 4096 (against 4 KiB aliasing) */
     uint64_t frames;
 };
 
@@ -93,7 +94,7 @@ struct plan_generate {
 struct plan {
     uint64_t magic;
     uint32_t layout_version;
-    uint32_t mode; /* enum plan_mode */
+    uint32_t mode;  /* enum plan_mode */
     uint64_t bytes; /* of the PLAN region in use: struct and texts */
     uint32_t generation;
     uint32_t opt_workers;
@@ -106,8 +107,8 @@ struct plan {
 
     struct model_config model;
     struct plan_text model_dir;
-    uint32_t weights;      /* enum plan_weights: where version 0 comes from */
-    uint32_t bf16;         /* 1: bfloat16 compute, split master weights; 0: float32 */
+    uint32_t weights; /* enum plan_weights: where version 0 comes from */
+    uint32_t bf16;    /* 1: bfloat16 compute, split master weights; 0: float32 */
     uint64_t page_elements;
     struct plan_texts no_decay;
 
@@ -115,9 +116,10 @@ struct plan {
     uint64_t seq_len;
     uint64_t micro_batch_size; /* sequences */
     uint64_t microbatches;     /* gradient_accumulation_steps */
-    uint32_t checkpoint_every; /* activation checkpointing: 1 = full, N = every N blocks, 0 = none,
-                                  or PLAN_CHECKPOINT_AUTO: gpu_worker chooses, and says so in its page */
-    uint32_t threads;          /* compute threads of the CPU device */
+    uint32_t
+        checkpoint_every; /* activation checkpointing: 1 = full, N = every N blocks, 0 = none,
+                             or PLAN_CHECKPOINT_AUTO: gpu_worker chooses, and says so in its page */
+    uint32_t threads;     /* compute threads of the CPU device */
 
     uint64_t device_bytes_max; /* what max_ram leaves for the CPU device's buffers */
 
@@ -125,7 +127,8 @@ struct plan {
     uint32_t slots_per_page; /* 3; 2 without verify_writes */
     uint32_t io_engine;      /* enum plan_engine */
     uint32_t resume_never;   /* 1: an existing commit is refused */
-    uint32_t store_expected; /* 1: steps of this run were committed, so a store without a commit is refused */
+    uint32_t store_expected; /* 1: steps of this run were committed, so a store without a commit is
+                                refused */
     int32_t launcher_pid;    /* filled in by segment_create() */
     uint64_t prefetch;       /* STATE pages read ahead per opt_worker; 0 = predict */
 
@@ -146,15 +149,16 @@ static inline const char *plan_text_get(const struct plan *plan, struct plan_tex
     return text.offset ? (const char *)plan + text.offset : "";
 }
 
-static inline const char *plan_texts_get(const struct plan *plan, struct plan_texts texts, uint64_t i)
+static inline const char *plan_texts_get(const struct plan *plan, struct plan_texts texts,
+                                         uint64_t i)
 {
     const struct plan_text *list =
         (const struct plan_text *)(const void *)((const char *)plan + texts.offset);
     return plan_text_get(plan, list[i]);
 }
 
-/* Appends a text behind the struct while the launcher builds the plan in a buffer of `capacity` bytes.
- * Negative (error_set) when the texts do not fit. */
+/* Appends a text behind the struct while the launcher builds the plan in a buffer of `capacity`
+ * bytes. Negative (error_set) when the texts do not fit. */
 int plan_text_add(struct plan *plan, uint64_t capacity, const char *text, struct plan_text *out);
 int plan_texts_add(struct plan *plan, uint64_t capacity, const char *const *texts, uint64_t count,
                    struct plan_texts *out);

@@ -50,9 +50,9 @@ int ring_consume(struct ring *ring, struct ring_descriptor *d)
     *d = ring->producer->descriptors[tail & (ring->depth - 1)];
     uint64_t check = descriptor_check(d, tail);
     if (d->check != check)
-        return error_set(ERROR_FAILED, "ring descriptor %llu damaged: check expected %016llx, found %016llx",
-                         (unsigned long long)tail, (unsigned long long)check,
-                         (unsigned long long)d->check);
+        return error_set(
+            ERROR_FAILED, "ring descriptor %llu damaged: check expected %016llx, found %016llx",
+            (unsigned long long)tail, (unsigned long long)check, (unsigned long long)d->check);
     if (d->generation != ring->generation)
         return error_set(ERROR_FAILED, "ring descriptor %llu of generation %u, expected %u",
                          (unsigned long long)tail, d->generation, ring->generation);

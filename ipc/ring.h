@@ -12,14 +12,15 @@
  * release store, so the consumer's last read of the reused descriptor came before. The consumer may
  * read descriptor `tail` while tail < head: its acquire load of head pairs with the producer's
  * release store in ring_publish(), so descriptor *and payload* written before are visible.
- * The check is seeded with the count, so that a descriptor of an earlier lap is not taken for a new one
- * when a cursor is damaged.
+ * The check is seeded with the count, so that a descriptor of an earlier lap is not taken for a new
+ * one when a cursor is damaged.
  *
  * Payload never moves through a ring: a descriptor lends a frame. Consuming a descriptor frees only
  * its place in the ring; the frame is free when the RETURN ring brings it back.
  *
  *     struct ring_descriptor d = {.frame = f, .page = p, .version = v};
- *     if (ring_publish(ring, &d) == 0) ...          // full: returns -EAGAIN, try again from do_work
+ *     if (ring_publish(ring, &d) == 0) ...          // full: returns -EAGAIN, try again from
+ * do_work
  *
  *     while (ring_consume(ring, &d) == 1) ...       // d.frame is borrowed from here on
  */
@@ -71,8 +72,8 @@ struct ring {
 /* Bytes of the producer's region for a ring of `depth` descriptors. */
 uint64_t ring_producer_bytes(uint64_t depth);
 
-/* Publishes a copy of *d (generation and check are filled in). 0; -EAGAIN if the ring is full; another
- * negative value (error_set) if the ring is damaged. */
+/* Publishes a copy of *d (generation and check are filled in). 0; -EAGAIN if the ring is full;
+ * another negative value (error_set) if the ring is damaged. */
 int ring_publish(struct ring *ring, const struct ring_descriptor *d);
 
 /* Takes the next descriptor: 1 taken, 0 none there, negative: error_set, the ring is damaged. */

@@ -22,7 +22,8 @@ static int shm_room(uint64_t need)
     if (have < need) {
         (void)error_set(ERROR_FIT, "/dev/shm: need %llu bytes of shared memory, have %llu",
                         (unsigned long long)need, (unsigned long long)have);
-        return error_hint("enlarge it (mount -o remount,size=... /dev/shm; docker run --shm-size=...)");
+        return error_hint(
+            "enlarge it (mount -o remount,size=... /dev/shm; docker run --shm-size=...)");
     }
     return 0;
 }
@@ -52,7 +53,8 @@ int segment_create(const struct plan *plan, int *fd)
         return -(int)error_kind_now();
     (void)snprintf(name, sizeof name, "/mtlaunch-%d-%u", (int)getpid(), plan->generation);
     *fd = shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
-    if (*fd < 0 && errno == EEXIST && shm_unlink(name) == 0) /* of a launcher killed between these lines */
+    if (*fd < 0 && errno == EEXIST &&
+        shm_unlink(name) == 0) /* of a launcher killed between these lines */
         *fd = shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
     if (*fd < 0)
         return error_set(ERROR_FAILED, "shm_open %s: %s", name, strerror(errno));
@@ -76,7 +78,8 @@ int segment_create(const struct plan *plan, int *fd)
 }
 
 /* Whether this process maps this instance, and how. */
-static int protection(const struct segment *s, const char *access, int per_worker, uint32_t instance)
+static int protection(const struct segment *s, const char *access, int per_worker,
+                      uint32_t instance)
 {
     if (access[0] == '-' || (s->role == ROLE_OPT && per_worker && instance != s->index))
         return PROT_NONE;
@@ -89,7 +92,8 @@ static int map(const struct segment *s, const struct plan_region *at, uint32_t i
     *out = NULL;
     if (prot == PROT_NONE || at->stride == 0)
         return 0;
-    void *p = mmap(NULL, at->stride, prot, MAP_SHARED, s->fd, (off_t)(at->offset + at->stride * instance));
+    void *p = mmap(NULL, at->stride, prot, MAP_SHARED, s->fd,
+                   (off_t)(at->offset + at->stride * instance));
     if (p == MAP_FAILED)
         return error_set(ERROR_FAILED, "shared memory: mmap of %llu bytes: %s",
                          (unsigned long long)at->stride, strerror(errno));
@@ -143,7 +147,8 @@ static int check_places(const struct plan *plan)
         if (!place_is_inside(plan, &plan->regions[r], topology_regions[r].per_worker) ||
             (plan->pools[r].frames != 0 &&
              plan->pools[r].stride > plan->regions[r].stride / plan->pools[r].frames))
-            return error_set(ERROR_FAILED, "shared memory: region %s lies outside the segment of %llu bytes",
+            return error_set(ERROR_FAILED,
+                             "shared memory: region %s lies outside the segment of %llu bytes",
                              topology_regions[r].name, (unsigned long long)plan->segment_bytes);
     for (int r = 0; r < RING_COUNT; r++) {
         const struct plan_region *at = &plan->ring_producers[r];
@@ -153,7 +158,8 @@ static int check_places(const struct plan *plan)
             (depth & (depth - 1)) != 0 || at->stride < RING_CURSOR_BYTES ||
             plan->ring_consumers[r].stride < RING_CURSOR_BYTES ||
             depth > (at->stride - RING_CURSOR_BYTES) / RING_LINE_BYTES)
-            return error_set(ERROR_FAILED, "shared memory: ring %s lies outside the segment of %llu bytes",
+            return error_set(ERROR_FAILED,
+                             "shared memory: ring %s lies outside the segment of %llu bytes",
                              topology_rings[r].name, (unsigned long long)plan->segment_bytes);
     }
     return 0;
@@ -168,19 +174,20 @@ static int map_plan(struct segment *s)
     if (n < 0 || fstat(s->fd, &st) < 0)
         return error_set(ERROR_FAILED, "shared memory: cannot read the plan: %s", strerror(errno));
     if (n != (ssize_t)sizeof head)
-        return error_set(ERROR_FAILED, "shared memory: expected a plan of %zu bytes, found %zd", sizeof head,
-                         n);
+        return error_set(ERROR_FAILED, "shared memory: expected a plan of %zu bytes, found %zd",
+                         sizeof head, n);
     if (head.magic != PLAN_MAGIC || head.layout_version != PLAN_LAYOUT_VERSION)
         return error_set(ERROR_FAILED,
                          "shared memory: expected plan %llx version %d, found %llx version %u",
                          (unsigned long long)PLAN_MAGIC, PLAN_LAYOUT_VERSION,
                          (unsigned long long)head.magic, head.layout_version);
     if (head.segment_bytes != (uint64_t)st.st_size)
-        return error_set(ERROR_FAILED, "shared memory: the plan says %llu bytes, the segment has %llu",
+        return error_set(ERROR_FAILED,
+                         "shared memory: the plan says %llu bytes, the segment has %llu",
                          (unsigned long long)head.segment_bytes, (unsigned long long)st.st_size);
     if (head.opt_workers > OPT_WORKERS_MAX || (s->role == ROLE_OPT && s->index >= head.opt_workers))
-        return error_set(ERROR_FAILED, "shared memory: opt_worker %u of %u, at most %d expected", s->index,
-                         head.opt_workers, OPT_WORKERS_MAX);
+        return error_set(ERROR_FAILED, "shared memory: opt_worker %u of %u, at most %d expected",
+                         s->index, head.opt_workers, OPT_WORKERS_MAX);
     if (check_places(&head) < 0)
         return -(int)error_kind_now();
     if (head.bytes < sizeof head || head.bytes > head.regions[REGION_PLAN].stride)

@@ -23,12 +23,12 @@ struct segment {
     void *producers[RING_COUNT][OPT_WORKERS_MAX], *consumers[RING_COUNT][OPT_WORKERS_MAX];
 };
 
-/* Creates the segment for a placed plan, every byte of it allocated (no SIGBUS later), copies the plan
- * into it. ERROR_FIT with need and have when /dev/shm is too small. */
+/* Creates the segment for a placed plan, every byte of it allocated (no SIGBUS later), copies the
+ * plan into it. ERROR_FIT with need and have when /dev/shm is too small. */
 int segment_create(const struct plan *plan, int *fd);
 
-/* Maps what `role` may see. Checks magic, layout version, sizes and places first. On error nothing stays
- * mapped and `fd` is still the caller's. */
+/* Maps what `role` may see. Checks magic, layout version, sizes and places first. On error nothing
+ * stays mapped and `fd` is still the caller's. */
 int segment_attach(struct segment *segment, int fd, enum role role, uint32_t index);
 /* Unmaps all and closes the descriptor. */
 void segment_detach(struct segment *segment);
@@ -37,9 +37,11 @@ void segment_detach(struct segment *segment);
 void *segment_region(const struct segment *segment, enum region_id region, uint32_t instance);
 
 /* Frame f of a pool. */
-void *segment_frame(const struct segment *segment, enum region_id pool, uint32_t instance, uint32_t frame);
+void *segment_frame(const struct segment *segment, enum region_id pool, uint32_t instance,
+                    uint32_t frame);
 
 /* This process's handle on a ring of which it is an end. */
-void segment_ring(const struct segment *segment, enum ring_id ring, uint32_t instance, struct ring *out);
+void segment_ring(const struct segment *segment, enum ring_id ring, uint32_t instance,
+                  struct ring *out);
 
 #endif

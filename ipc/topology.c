@@ -14,6 +14,7 @@ const struct ring_row topology_rings[RING_COUNT] = {
 
 const char *topology_role_name(enum role role)
 {
-    static const char *const names[ROLE_COUNT] = {"launcher", "io_worker", "gpu_worker", "opt_worker"};
+    static const char *const names[ROLE_COUNT] = {"launcher", "io_worker", "gpu_worker",
+                                                  "opt_worker"};
     return names[role];
 }

@@ -9,15 +9,15 @@
  *    io --MICROBATCH--> gpu                 token ids, labels, document bounds
  *    io --WEIGHTS-----> gpu                 compute weights in visiting order
  *    gpu --GRADIENT[i]--> opt i             accumulated f32 gradients, each page once a step
- *    io --STATE[i]----> opt i               a page's image (weights, residual, m, v) + an empty OUT frame
- *    opt i --WRITEBACK[i]--> io             the OUT frame, one version on
- *    and one RETURN ring for each of the first four: frames given back by the borrower
+ *    io --STATE[i]----> opt i               a page's image (weights, residual, m, v) + an empty OUT
+ * frame opt i --WRITEBACK[i]--> io             the OUT frame, one version on and one RETURN ring
+ * for each of the first four: frames given back by the borrower
  *
  * Everything two processes agree on about memory stands in the three lists below. A region is a
  * page-aligned range of the shared segment; each process maps it with just the access that its
  * column says ('-' none, 'r' read, 'w' read and write), so that a stray write in one worker cannot
- * reach another's data. A PER_WORKER region exists once for each opt_worker, and the opt column then
- * speaks of the own one: opt i maps nothing of opt j.
+ * reach another's data. A PER_WORKER region exists once for each opt_worker, and the opt column
+ * then speaks of the own one: opt i maps nothing of opt j.
  *
  * A ring is two regions: the producer's (cursor and descriptors) and the consumer's (cursor), since
  * each has one writer.

@@ -28,7 +28,9 @@ static void send_message(struct worker *w, enum message_type type, uint64_t a, c
 
 static enum region_id control_region(enum role role)
 {
-    return role == ROLE_IO ? REGION_IO_CONTROL : role == ROLE_GPU ? REGION_GPU_CONTROL : REGION_OPT_CONTROL;
+    return role == ROLE_IO    ? REGION_IO_CONTROL
+           : role == ROLE_GPU ? REGION_GPU_CONTROL
+                              : REGION_OPT_CONTROL;
 }
 
 static int parse_arguments(int argc, char **argv, int *fd, uint32_t *index)
@@ -40,10 +42,12 @@ static int parse_arguments(int argc, char **argv, int *fd, uint32_t *index)
     return 0;
 }
 
-/* Terminal signals are the launcher's to interpret: a worker leaves when it is told, or dies with it. */
+/* Terminal signals are the launcher's to interpret: a worker leaves when it is told, or dies with
+ * it. */
 static int follow_launcher(struct worker *w)
 {
-    w->parent_pid = w->plan->launcher_pid; /* not simply getppid(): in a container the launcher may be 1 */
+    w->parent_pid =
+        w->plan->launcher_pid; /* not simply getppid(): in a container the launcher may be 1 */
     if (prctl(PR_SET_PDEATHSIG, SIGKILL) < 0)
         return error_set(ERROR_FAILED, "prctl: %s", strerror(errno));
     (void)signal(SIGINT, SIG_IGN);
@@ -148,7 +152,8 @@ static void drain(struct worker *w)
 static void count_wait(struct worker *w, int why, uint64_t since_ns)
 {
     if (why < RING_COUNT)
-        atomic_fetch_add_explicit(&w->self->wait_ns[why], clock_now_ns() - since_ns, memory_order_relaxed);
+        atomic_fetch_add_explicit(&w->self->wait_ns[why], clock_now_ns() - since_ns,
+                                  memory_order_relaxed);
 }
 
 int worker_pause(struct worker *w, int why)

@@ -1,6 +1,6 @@
 /*
- * What every worker is: attached to the shared segment, introduced to the launcher, with one place to
- * sleep.
+ * What every worker is: attached to the shared segment, introduced to the launcher, with one place
+ * to sleep.
  *
  *     int main(int argc, char **argv)
  *     {
@@ -17,10 +17,11 @@
  *         if ((rc = worker_pause(w, RING_GRADIENT)) < 0)
  *             return rc;                     // -ERROR_STOPPED: the launcher said leave
  *
- * Sleeping without losing a wake-up: worker_pause() first raises `sleeping` and returns, so that the
- * caller looks once more; only the next pause polls. Whoever publishes looks at `sleeping` after its
- * release store (worker_bell()); the fences on both sides are sequentially consistent, so one of the
- * two sees the other. A poll ends after 100 ms in any case: the truth is in shared memory.
+ * Sleeping without losing a wake-up: worker_pause() first raises `sleeping` and returns, so that
+ * the caller looks once more; only the next pause polls. Whoever publishes looks at `sleeping`
+ * after its release store (worker_bell()); the fences on both sides are sequentially consistent, so
+ * one of the two sees the other. A poll ends after 100 ms in any case: the truth is in shared
+ * memory.
  */
 #ifndef IPC_WORKER_H
 #define IPC_WORKER_H
@@ -56,7 +57,8 @@ int worker_finish(struct worker *w, int rc);
  * WORKER_WAIT_OTHER. 0, or -ERROR_STOPPED. */
 int worker_pause(struct worker *w, int why);
 
-/* 0, or -ERROR_STOPPED when the launcher wants everybody out. For long work without a wait in it. */
+/* 0, or -ERROR_STOPPED when the launcher wants everybody out. For long work without a wait in it.
+ */
 int worker_check(struct worker *w);
 
 /* Something in the own control page changed. */
@@ -65,7 +67,8 @@ void worker_fact(struct worker *w);
 /* A ring towards that worker advanced: rings its bell if it sleeps. */
 void worker_bell(struct worker *w, enum role role, uint32_t index);
 
-void worker_progress(struct worker *w, enum worker_activity activity, uint64_t done, uint64_t total);
+void worker_progress(struct worker *w, enum worker_activity activity, uint64_t done,
+                     uint64_t total);
 
 /* "gpu_worker.0" and the like: routing id and log name. `text`: MESSAGE_PEER_BYTES. */
 void worker_name(char *text, enum role role, uint32_t index);

@@ -95,7 +95,8 @@ int child_poll(struct child *child)
 void child_signal(struct child *child, int signal)
 {
     if (child->state == CHILD_RUNNING)
-        (void)syscall(SYS_pidfd_send_signal, child->pid_fd, signal, NULL, 0); /* ESRCH: dead already */
+        (void)syscall(SYS_pidfd_send_signal, child->pid_fd, signal, NULL,
+                      0); /* ESRCH: dead already */
 }
 
 int child_wait(struct child *child, int timeout_ms)
@@ -106,7 +107,8 @@ int child_wait(struct child *child, int timeout_ms)
         struct pollfd p = {.fd = child->pid_fd, .events = POLLIN};
         if (now >= until)
             return 0;
-        (void)poll(&p, 1, (int)((until - now) / 1000000u) + 1); /* an early return only looks again */
+        (void)poll(&p, 1,
+                   (int)((until - now) / 1000000u) + 1); /* an early return only looks again */
     }
     return 1;
 }

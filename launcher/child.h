@@ -10,9 +10,9 @@
 #include "ipc/topology.h"
 
 enum child_state {
-    CHILD_NONE,     /* not started; child_start() leads to RUNNING */
-    CHILD_RUNNING,  /* the process exists as far as we know; child_poll() leads to DEAD */
-    CHILD_DEAD,     /* reaped; `status` is final */
+    CHILD_NONE,    /* not started; child_start() leads to RUNNING */
+    CHILD_RUNNING, /* the process exists as far as we know; child_poll() leads to DEAD */
+    CHILD_DEAD,    /* reaped; `status` is final */
 };
 
 struct child {
@@ -21,9 +21,9 @@ struct child {
     enum child_state state;
     pid_t pid;
     int pid_fd;
-    int status;          /* as waitpid() gives it */
-    uint64_t heartbeat;  /* newest seen */
-    uint64_t alive_ns;   /* when it last changed */
+    int status;         /* as waitpid() gives it */
+    uint64_t heartbeat; /* newest seen */
+    uint64_t alive_ns;  /* when it last changed */
 };
 
 /* Starts the worker's program with the segment's descriptor. */

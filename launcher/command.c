@@ -12,12 +12,15 @@ static const struct row {
     int (*run)(const struct arguments *);
 } rows[] = {
     {"run", "RUN.toml [--section.key=value ...]", "train; `run` may be left out", command_train},
-    {"validate", "RUN.toml [--section.key=value ...]", "check everything, train nothing", command_validate},
-    {"export", "RUN_DIR OUT_DIR [--dtype float32|bfloat16|float16]", "a Hugging Face folder of the newest commit",
-     command_export},
-    {"generate", "RUN_DIR|HF_DIR --prompt TEXT [--max-new-tokens N --temperature T --top-p P --seed S]",
+    {"validate", "RUN.toml [--section.key=value ...]", "check everything, train nothing",
+     command_validate},
+    {"export", "RUN_DIR OUT_DIR [--dtype float32|bfloat16|float16]",
+     "a Hugging Face folder of the newest commit", command_export},
+    {"generate",
+     "RUN_DIR|HF_DIR --prompt TEXT [--max-new-tokens N --temperature T --top-p P --seed S]",
      "continue a text (temperature 0: greedy)", command_generate},
-    {"eval", "RUN_DIR|HF_DIR --data FILE [--seq-len N]", "tokens, loss and perplexity", command_eval},
+    {"eval", "RUN_DIR|HF_DIR --data FILE [--seq-len N]", "tokens, loss and perplexity",
+     command_eval},
     {"digest", "RUN_DIR", "hashes recomputed from the bytes on disk", command_digest},
     {"stop", "RUN_DIR", "finish the step, commit it, stop", command_stop},
     {"clean", "RUN_DIR", "free the store; exports, metrics and logs stay", command_clean},
@@ -26,10 +29,12 @@ enum { ROWS = sizeof rows / sizeof *rows };
 
 static int help(void)
 {
-    (void)printf("mtlaunch %s: trains language models larger than GPU memory and RAM, on one machine\n\n",
-                 MTLAUNCH_VERSION);
+    (void)printf(
+        "mtlaunch %s: trains language models larger than GPU memory and RAM, on one machine\n\n",
+        MTLAUNCH_VERSION);
     for (int i = 0; i < ROWS; i++)
-        (void)printf("  mtlaunch %-9s %s\n                     %s\n", rows[i].name, rows[i].usage, rows[i].text);
+        (void)printf("  mtlaunch %-9s %s\n                     %s\n", rows[i].name, rows[i].usage,
+                     rows[i].text);
     (void)printf("  mtlaunch help | --version\n\n"
                  "exit status: 0 done, 1 failed, 2 something you supplied, 3 does not fit,\n"
                  "             4 stopped and resumable, 5 the run is in use\n");
@@ -77,7 +82,8 @@ int options_open(struct options *o, const struct arguments *a)
     memset(o, 0, sizeof *o);
     o->a = a;
     if (a->count > (int)sizeof o->taken)
-        return error_set(ERROR_USER, "%d arguments: at most %zu are expected", a->count, sizeof o->taken);
+        return error_set(ERROR_USER, "%d arguments: at most %zu are expected", a->count,
+                         sizeof o->taken);
     return 0;
 }
 
@@ -100,7 +106,8 @@ const char *options_value(struct options *o, const char *name)
     return NULL;
 }
 
-int options_u64(struct options *o, const char *name, unsigned long long fallback, unsigned long long *out)
+int options_u64(struct options *o, const char *name, unsigned long long fallback,
+                unsigned long long *out)
 {
     const char *text = options_value(o, name);
     char *end = NULL;
@@ -123,7 +130,8 @@ int options_double(struct options *o, const char *name, double fallback, double 
         return 0;
     *out = strtod(text, &end);
     if (end == text || *end || !(*out >= 0.0) || *out > 1e9)
-        return error_set(ERROR_USER, "--%s: expected a number of at least 0, found \"%s\"", name, text);
+        return error_set(ERROR_USER, "--%s: expected a number of at least 0, found \"%s\"", name,
+                         text);
     return 0;
 }
 

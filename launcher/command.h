@@ -34,7 +34,8 @@ struct options {
 };
 int options_open(struct options *o, const struct arguments *a);
 const char *options_value(struct options *o, const char *name);
-int options_u64(struct options *o, const char *name, unsigned long long fallback, unsigned long long *out);
+int options_u64(struct options *o, const char *name, unsigned long long fallback,
+                unsigned long long *out);
 int options_double(struct options *o, const char *name, double fallback, double *out);
 /* The next argument that is no option; NULL when there is none. */
 const char *options_positional(struct options *o);

@@ -1,5 +1,5 @@
-/* `mtlaunch eval` and `mtlaunch generate`: forward only, on a run's newest commit or a Hugging Face folder,
- * through the same io_worker and gpu_worker as training. */
+/* `mtlaunch eval` and `mtlaunch generate`: forward only, on a run's newest commit or a Hugging Face
+ * folder, through the same io_worker and gpu_worker as training. */
 #include <limits.h>
 #include <math.h>
 #include <stdio.h>
@@ -16,9 +16,9 @@
 #include "procs/error.h"
 
 enum {
-    INFER_SEQ_LEN = 1024,        /* of a Hugging Face folder, unless it has fewer positions */
+    INFER_SEQ_LEN = 1024, /* of a Hugging Face folder, unless it has fewer positions */
     INFER_MICROBATCH_TOKENS = 2048,
-    GENERATE_SEQ_LEN = 256,      /* prompt tokens fed per sweep */
+    GENERATE_SEQ_LEN = 256, /* prompt tokens fed per sweep */
     PROMPTS_MAX = 64,
 };
 
@@ -38,8 +38,10 @@ static int evaluation_done(struct launcher *l)
 
 static void print_evaluation(struct launcher *l)
 {
-    double tokens = (double)atomic_load_explicit(&l->session.gpu->evaluate_tokens, memory_order_acquire);
-    double loss = atomic_load_explicit(&l->session.gpu->evaluate_loss_sum, memory_order_acquire) / tokens;
+    double tokens =
+        (double)atomic_load_explicit(&l->session.gpu->evaluate_tokens, memory_order_acquire);
+    double loss =
+        atomic_load_explicit(&l->session.gpu->evaluate_loss_sum, memory_order_acquire) / tokens;
     (void)printf("tokens %.0f loss %.9g perplexity %.9g\n", tokens, loss, exp(loss));
 }
 
@@ -131,22 +133,25 @@ static int read_generate_options(struct options *o, struct plan_request *r, cons
     if (r->n_prompts == 0)
         return error_set(ERROR_USER, "generate: expected RUN_DIR|HF_DIR --prompt TEXT");
     if (!(r->top_p > 0.0) || r->top_p > 1.0)
-        return error_set(ERROR_USER, "--top-p: expected a number above 0 and at most 1, found %g", r->top_p);
+        return error_set(ERROR_USER, "--top-p: expected a number above 0 and at most 1, found %g",
+                         r->top_p);
     return 0;
 }
 
 static int check_generation(const struct launcher *l, const struct plan_request *r)
 {
     if (strcmp(l->config.model_tokenizer, "bytes") != 0) {
-        (void)error_set(ERROR_USER, "generate: the model has a tokenizer.json; this build generates with the "
+        (void)error_set(ERROR_USER,
+                        "generate: the model has a tokenizer.json; this build generates with the "
                         "built-in byte tokenizer only");
         return error_hint("export the model and generate with transformers");
     }
     for (uint64_t p = 0; p < r->n_prompts; p++) {
         uint64_t need = strlen(r->prompts[p]) + 1 + r->max_new_tokens;
         if (need > l->layout.config.max_position)
-            return error_set(ERROR_USER, "prompt and --max-new-tokens need %llu positions, the model has %llu",
-                             (unsigned long long)need, (unsigned long long)l->layout.config.max_position);
+            return error_set(
+                ERROR_USER, "prompt and --max-new-tokens need %llu positions, the model has %llu",
+                (unsigned long long)need, (unsigned long long)l->layout.config.max_position);
     }
     return 0;
 }

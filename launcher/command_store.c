@@ -28,8 +28,8 @@ static void print_digest(struct launcher *l)
     char state[33], weights[33];
     step_line_hash(state, l->session.io->state_hash[0]);
     step_line_hash(weights, l->session.io->weights_hash);
-    (void)printf("step %llu state_hash %s weights_hash %s\n", (unsigned long long)l->session.io->resume_step,
-                 state, weights);
+    (void)printf("step %llu state_hash %s weights_hash %s\n",
+                 (unsigned long long)l->session.io->resume_step, state, weights);
 }
 
 static int only_argument(const struct arguments *a, const char *usage, const char **path)
@@ -81,7 +81,8 @@ static int set_dtype(struct config *c, const char *name)
             c->checkpoint_export_dtype = dtypes[i].value;
             return 0;
         }
-    return error_set(ERROR_USER, "--dtype: expected auto, float32, bfloat16 or float16, found \"%s\"", name);
+    return error_set(ERROR_USER,
+                     "--dtype: expected auto, float32, bfloat16 or float16, found \"%s\"", name);
 }
 
 /* Absolute, though it need not exist yet. */
@@ -90,7 +91,8 @@ static int absolute(const char *path, char *out, size_t bytes)
     char here[PATH_MAX];
     if (path[0] != '/' && !getcwd(here, sizeof here))
         return error_set(ERROR_FAILED, "getcwd: %s", strerror(errno));
-    int n = path[0] == '/' ? snprintf(out, bytes, "%s", path) : snprintf(out, bytes, "%s/%s", here, path);
+    int n = path[0] == '/' ? snprintf(out, bytes, "%s", path)
+                           : snprintf(out, bytes, "%s/%s", here, path);
     return n > 0 && n < (int)bytes ? 0 : error_set(ERROR_USER, "%s: the path is too long", path);
 }
 
@@ -106,7 +108,8 @@ int command_export(const struct arguments *a)
     struct target target = {0};
     struct options o;
     char out[LAUNCHER_PATH_BYTES];
-    struct supervisor_job job = {.request = {.mode = PLAN_EXPORT, .export_dir = out}, .done = print_export};
+    struct supervisor_job job = {.request = {.mode = PLAN_EXPORT, .export_dir = out},
+                                 .done = print_export};
     int rc = options_open(&o, a);
     const char *dtype = rc == 0 ? options_value(&o, "dtype") : NULL;
     const char *path = rc == 0 ? options_positional(&o) : NULL;
@@ -141,7 +144,8 @@ static int is_alive(const char *path)
 }
 
 /* Asks until answered: *step is the one after which the run will stop. */
-static int ask_stop(const char *path, struct endpoint *endpoint, const char *token, unsigned long long *step)
+static int ask_stop(const char *path, struct endpoint *endpoint, const char *token,
+                    unsigned long long *step)
 {
     struct message m = {.type = MESSAGE_STOP}, answer;
     (void)snprintf(m.token, sizeof m.token, "%s", token);
@@ -162,7 +166,8 @@ static int ask_stop(const char *path, struct endpoint *endpoint, const char *tok
 int command_stop(const struct arguments *a)
 {
     const char *path = NULL;
-    char endpoint_path[PLAN_ENDPOINT_BYTES], token[PLAN_TOKEN_BYTES], address[PLAN_ENDPOINT_BYTES + 8], name[32];
+    char endpoint_path[PLAN_ENDPOINT_BYTES], token[PLAN_TOKEN_BYTES],
+        address[PLAN_ENDPOINT_BYTES + 8], name[32];
     struct endpoint *endpoint = NULL;
     unsigned long long step = 0;
     int rc = only_argument(a, "stop RUN_DIR", &path);
@@ -205,13 +210,16 @@ static int is_own_store(const struct run_dir *run, const char *directory)
     (void)close(fd); /* read only */
     if (ours)
         return 1;
-    (void)error_set(ERROR_USER, "%s: not the store of this run: it is damaged or another run's", path);
-    return error_hint("nothing was removed; if it is of no use, remove the files superblock, slots and commit there");
+    (void)error_set(ERROR_USER, "%s: not the store of this run: it is damaged or another run's",
+                    path);
+    return error_hint("nothing was removed; if it is of no use, remove the files superblock, slots "
+                      "and commit there");
 }
 
 static int remove_store(const char *directory)
 {
-    static const char *const files[] = {"slots", "commit", "superblock"}; /* last: it says whose they are */
+    static const char *const files[] = {"slots", "commit",
+                                        "superblock"}; /* last: it says whose they are */
     char path[LAUNCHER_PATH_BYTES];
     for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
         (void)snprintf(path, sizeof path, "%s/%s", directory, files[i]);

@@ -37,7 +37,8 @@ static void close_all(struct launcher *l)
         (void)close(l->signal_fd);
 }
 
-/* The plan is built once before the run directory exists, so that what does not fit writes nothing. */
+/* The plan is built once before the run directory exists, so that what does not fit writes nothing.
+ */
 static int preflight(struct launcher *l, const struct plan_request *request)
 {
     struct plan *plan = NULL;
@@ -49,11 +50,12 @@ static int preflight(struct launcher *l, const struct plan_request *request)
 static void tell_end(struct launcher *l)
 {
     uint64_t committed = coordinator_committed(l);
-    progress_say(l->progress, committed >= l->coordinator.steps
-                                  ? "done: step %llu of %llu; the model is in %s/export/step-%llu"
-                                  : "stopped after step %llu of %llu; start again to resume (%s, step %llu)",
-                 (unsigned long long)committed, (unsigned long long)l->coordinator.steps, l->run.path,
-                 (unsigned long long)committed);
+    progress_say(l->progress,
+                 committed >= l->coordinator.steps
+                     ? "done: step %llu of %llu; the model is in %s/export/step-%llu"
+                     : "stopped after step %llu of %llu; start again to resume (%s, step %llu)",
+                 (unsigned long long)committed, (unsigned long long)l->coordinator.steps,
+                 l->run.path, (unsigned long long)committed);
     l->finished = committed >= l->coordinator.steps;
 }
 
@@ -115,8 +117,9 @@ static int replace_text(char **text, const char *value)
 static void tell_valid(struct launcher *l)
 {
     (void)printf("%s", l->session.io->message);
-    (void)printf("valid: %llu parameters in %llu pages, %s\n", (unsigned long long)l->layout.parameters,
-                 (unsigned long long)l->layout.n_pages, l->session.plan->bf16 ? "bfloat16" : "float32");
+    (void)printf("valid: %llu parameters in %llu pages, %s\n",
+                 (unsigned long long)l->layout.parameters, (unsigned long long)l->layout.n_pages,
+                 l->session.plan->bf16 ? "bfloat16" : "float32");
 }
 
 int command_validate(const struct arguments *a)
@@ -140,7 +143,8 @@ int command_validate(const struct arguments *a)
     if (rc == 0)
         rc = supervisor_run(&l, &job);
     if (made)
-        (void)run_dir_remove_tree(scratch); /* a leftover in /tmp is no reason to call the file invalid */
+        (void)run_dir_remove_tree(
+            scratch); /* a leftover in /tmp is no reason to call the file invalid */
     int status = rc < 0 ? command_fail() : 0;
     close_all(&l);
     return status;

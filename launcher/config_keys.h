@@ -100,7 +100,7 @@
       "Tensor names without weight decay; one-dimensional tensors are always exempt.")             \
     X(optimizer, compression, ENUM, "\"none\"", ONE_OF(optimizer_compression), FIXED, BITS,        \
       "How the optimizer state is stored.")                                                        \
-    X(optimizer, workers, INT, "\"auto\"", WORDS_OR(auto, NULL, 1, 64), MAY_CHANGE, NO_BITS,      \
+    X(optimizer, workers, INT, "\"auto\"", WORDS_OR(auto, NULL, 1, 64), MAY_CHANGE, NO_BITS,       \
       "Optimizer processes; auto: one per NUMA node.")                                             \
     X(lr_scheduler, type, ENUM, "\"cosine\"", ONE_OF(lr_scheduler_type), MAY_CHANGE, BITS,         \
       "Shape of the learning rate after warm-up.")                                                 \

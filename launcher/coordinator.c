@@ -74,13 +74,16 @@ static int export_exists(const struct launcher *l, uint64_t step)
     return access(path, F_OK) == 0;
 }
 
-/* STEP_APPLY of the second step after an export waits for it, so only the one before last can be cut off. */
+/* STEP_APPLY of the second step after an export waits for it, so only the one before last can be
+ * cut off. */
 static void tell_lost_export(const struct launcher *l, uint64_t resumed)
 {
     uint64_t step = resumed - 1;
     if (resumed > 1 && export_due(l, step) && !export_exists(l, step))
-        progress_warn(l->progress, "there is no export of step %llu, which was due: the run has gone on to step %llu",
-                      (unsigned long long)step, (unsigned long long)resumed);
+        progress_warn(
+            l->progress,
+            "there is no export of step %llu, which was due: the run has gone on to step %llu",
+            (unsigned long long)step, (unsigned long long)resumed);
 }
 
 static uint64_t run_length(const struct launcher *l)
@@ -88,7 +91,8 @@ static uint64_t run_length(const struct launcher *l)
     const struct config *c = &l->config;
     if (!(c->training_epochs > 0.0))
         return c->training_steps;
-    double per_step = (double)c->training_micro_batch_size * (double)c->training_gradient_accumulation_steps;
+    double per_step =
+        (double)c->training_micro_batch_size * (double)c->training_gradient_accumulation_steps;
     double steps = ceil(c->training_epochs * (double)l->session.io->samples / per_step);
     return steps < 1.0 ? 1 : (uint64_t)steps;
 }
@@ -105,10 +109,13 @@ static void tell_resume(struct launcher *l, uint64_t step)
     if (step)
         metrics_event(l->metrics, "resume", fields);
     if (step)
-        progress_say(l->progress, "resuming after step %llu, state %s", (unsigned long long)step, hash);
+        progress_say(l->progress, "resuming after step %llu, state %s", (unsigned long long)step,
+                     hash);
     if (step && io->lineage[0] && strcmp(io->lineage, l->session.gpu->lineage) != 0)
-        progress_warn(l->progress, "a new lineage begins: from here on bits may differ from an undisturbed run\n"
-                      "  was: %s\n  now: %s", io->lineage, l->session.gpu->lineage);
+        progress_warn(l->progress,
+                      "a new lineage begins: from here on bits may differ from an undisturbed run\n"
+                      "  was: %s\n  now: %s",
+                      io->lineage, l->session.gpu->lineage);
 }
 
 static void tell_mode(struct launcher *l)
@@ -226,8 +233,10 @@ static void tell_skip(struct launcher *l, const struct step_orders *o)
     (void)snprintf(fields, sizeof fields, ", \"step\": %llu, \"grad_norm\": \"%g\"",
                    (unsigned long long)o->step, o->norm);
     metrics_event(l->metrics, "skip", fields);
-    progress_warn(l->progress, "step %llu skipped: gradient norm %g cannot be used; weights and moments are unchanged",
-                  (unsigned long long)o->step, o->norm);
+    progress_warn(
+        l->progress,
+        "step %llu skipped: gradient norm %g cannot be used; weights and moments are unchanged",
+        (unsigned long long)o->step, o->norm);
 }
 
 static int may_decide(const struct launcher *l, uint64_t step)
@@ -249,8 +258,10 @@ static int decide(struct launcher *l)
     struct step_orders *o = &orders->orders[step % PLAN_SLACK_STEPS];
     fill_orders(l, o, step, gradient_norm(l, step));
     if (o->skip && !l->config.training_skip_nonfinite) {
-        (void)error_set(ERROR_FAILED, "step %llu: the gradient norm is %g", (unsigned long long)step, o->norm);
-        return error_hint("step %llu is committed and intact; [training] skip_nonfinite = true would skip such steps",
+        (void)error_set(ERROR_FAILED, "step %llu: the gradient norm is %g",
+                        (unsigned long long)step, o->norm);
+        return error_hint("step %llu is committed and intact; [training] skip_nonfinite = true "
+                          "would skip such steps",
                           (unsigned long long)step - 1);
     }
     l->coordinator.t = o->t;
@@ -264,7 +275,8 @@ static void begin_next(struct launcher *l)
 {
     struct launcher_control *orders = l->session.orders;
     struct coordinator *c = &l->coordinator;
-    if (fact(&orders->apply_step) < c->begun || c->begun >= last_step(l) || evaluation_due(l, c->begun))
+    if (fact(&orders->apply_step) < c->begun || c->begun >= last_step(l) ||
+        evaluation_due(l, c->begun))
         return;
     order(l, &orders->begin_step, ++c->begun);
 }
@@ -318,9 +330,11 @@ static void tell_evaluation(struct launcher *l, uint64_t step)
 {
     const struct worker_control *gpu = l->session.gpu;
     double tokens = (double)fact(&gpu->evaluate_tokens);
-    double loss = atomic_load_explicit(&gpu->evaluate_loss_sum, memory_order_acquire) / (tokens > 0 ? tokens : 1);
+    double loss = atomic_load_explicit(&gpu->evaluate_loss_sum, memory_order_acquire) /
+                  (tokens > 0 ? tokens : 1);
     char fields[256];
-    (void)snprintf(fields, sizeof fields, ", \"step\": %llu, \"val_loss\": %.9g, \"perplexity\": %.9g, \"tokens\": %.0f",
+    (void)snprintf(fields, sizeof fields,
+                   ", \"step\": %llu, \"val_loss\": %.9g, \"perplexity\": %.9g, \"tokens\": %.0f",
                    (unsigned long long)step, loss, exp(loss), tokens);
     metrics_event(l->metrics, "eval", fields);
     progress_say(l->progress, "step %llu: validation loss %.4f, perplexity %.2f over %.0f tokens",
@@ -357,8 +371,7 @@ static int evaluate(struct launcher *l)
     struct session *s = &l->session;
     struct coordinator *c = &l->coordinator;
     uint64_t step = coordinator_committed(l);
-    if (!evaluation_due(l, step) || c->begun > step ||
-        fact(&s->orders->apply_step) > step)
+    if (!evaluation_due(l, step) || c->begun > step || fact(&s->orders->apply_step) > step)
         return 0;
     uint64_t asked = fact(&s->orders->evaluate_request);
     if (!c->evaluating) {
@@ -397,7 +410,7 @@ int coordinator_turn(struct launcher *l)
     int evaluating = evaluate(l);
     begin_next(l);
     uint64_t committed = coordinator_committed(l);
-    int done = committed >= last_step(l) && l->coordinator.begun <= committed &&
-               !evaluating && !evaluation_due(l, committed) && !export_pending(l);
+    int done = committed >= last_step(l) && l->coordinator.begun <= committed && !evaluating &&
+               !evaluation_due(l, committed) && !export_pending(l);
     return done;
 }

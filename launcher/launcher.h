@@ -35,8 +35,8 @@ struct run_dir {
     char path[LAUNCHER_PATH_BYTES];
     uint8_t id[RUN_ID_BYTES];
     int lock_fd;
-    int created; /* the directory, by this process; or only, */
-    int fresh;   /* the run in it: both go again if the start fails on the user's account */
+    int created;     /* the directory, by this process; or only, */
+    int fresh;       /* the run in it: both go again if the start fails on the user's account */
     uint32_t before; /* bit i: run_dir.c's entry i was there before this process */
 };
 
@@ -54,15 +54,15 @@ struct session {
 
 /* Where the step protocol is. Everything else is in the control pages. */
 struct coordinator {
-    uint64_t first;         /* the step after the newest commit at the start of the session */
-    uint64_t steps;         /* the run's length */
-    uint64_t stop_after;    /* 0 = off */
-    uint64_t t;             /* AdamW updates decided so far */
-    uint64_t begun;         /* newest step that may run; at the start of a session the committed one */
-    uint64_t announced;     /* newest commit that was shown */
-    uint64_t exported;      /* newest export ordered */
-    uint64_t evaluated;     /* newest step evaluated by this launcher */
-    int evaluating;         /* 0 no, 1 validation loss, 2 samples */
+    uint64_t first;      /* the step after the newest commit at the start of the session */
+    uint64_t steps;      /* the run's length */
+    uint64_t stop_after; /* 0 = off */
+    uint64_t t;          /* AdamW updates decided so far */
+    uint64_t begun;      /* newest step that may run; at the start of a session the committed one */
+    uint64_t announced;  /* newest commit that was shown */
+    uint64_t exported;   /* newest export ordered */
+    uint64_t evaluated;  /* newest step evaluated by this launcher */
+    int evaluating;      /* 0 no, 1 validation loss, 2 samples */
     uint64_t step_begin_ns; /* when the step before was complete */
     double step_s, mean_step_s;
     uint64_t wait_base[LAUNCHER_CHILDREN_MAX][RING_COUNT]; /* wait_ns at the last step line */

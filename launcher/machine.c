@@ -87,7 +87,8 @@ static uint64_t memory_available(void)
 }
 
 /* Room under the limits of one cgroup and all above it. */
-static uint64_t room_in_hierarchy(const char *root, const char *group, const char *limit, const char *usage)
+static uint64_t room_in_hierarchy(const char *root, const char *group, const char *limit,
+                                  const char *usage)
 {
     char path[4096], at[2048];
     uint64_t room = UINT64_MAX, max, used;

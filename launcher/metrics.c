@@ -33,7 +33,8 @@ static uint64_t line_step(const char *line)
 static uint64_t evaluation_step(const char *line)
 {
     unsigned long long step;
-    int tells = strncmp(line, "{\"event\": \"eval\"", 16) == 0 || strncmp(line, "{\"event\": \"sample\"", 18) == 0;
+    int tells = strncmp(line, "{\"event\": \"eval\"", 16) == 0 ||
+                strncmp(line, "{\"event\": \"sample\"", 18) == 0;
     const char *at = tells ? strstr(line, "\"step\": ") : NULL;
     return at && sscanf(at, "\"step\": %llu", &step) == 1 ? step : 0;
 }
@@ -144,7 +145,8 @@ int metrics_append(struct metrics *m, const char *json, enum metrics_durability 
     char line[METRICS_LINE_BYTES_MAX];
     int n = snprintf(line, sizeof line, "%s\n", json);
     if (n < 0 || n >= (int)sizeof line)
-        return error_set(ERROR_FAILED, "%s: a line of more than %d bytes", m->path, METRICS_LINE_BYTES_MAX);
+        return error_set(ERROR_FAILED, "%s: a line of more than %d bytes", m->path,
+                         METRICS_LINE_BYTES_MAX);
     ssize_t wrote = write(m->fd, line, (size_t)n);
     if (wrote != n) {
         (void)error_set(ERROR_FAILED, "%s: cannot append: %s", m->path,
@@ -165,9 +167,11 @@ void metrics_event(struct metrics *m, const char *name, const char *fields)
         return;
     (void)gmtime_r(&now, &utc);
     (void)strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%SZ", &utc);
-    int n = snprintf(line, sizeof line, "{\"event\": \"%s\", \"time\": \"%s\"%s}", name, when, fields);
-    int rc = n < (int)sizeof line ? metrics_append(m, line, METRICS_LAZY)
-                                  : error_set(ERROR_FAILED, "%s: event %s of %d bytes left out", m->path, name, n);
+    int n =
+        snprintf(line, sizeof line, "{\"event\": \"%s\", \"time\": \"%s\"%s}", name, when, fields);
+    int rc = n < (int)sizeof line
+                 ? metrics_append(m, line, METRICS_LAZY)
+                 : error_set(ERROR_FAILED, "%s: event %s of %d bytes left out", m->path, name, n);
     if (rc < 0 && !m->complained++)
         (void)fprintf(stderr, "warning: %s\n", error_text());
 }

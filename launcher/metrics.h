@@ -1,10 +1,10 @@
 /*
  * metrics.jsonl: exactly one step line per committed step, and events.
  *
- * A step's line is durable before the record that commits the step is asked for, so a committed step
- * never lacks its line. After a crash the file may hold lines of steps that were not committed, or a
- * torn last line: metrics_open() removes both, and nothing else, so that a redone step writes its line
- * once more but stands there once.
+ * A step's line is durable before the record that commits the step is asked for, so a committed
+ * step never lacks its line. After a crash the file may hold lines of steps that were not
+ * committed, or a torn last line: metrics_open() removes both, and nothing else, so that a redone
+ * step writes its line once more but stands there once.
  */
 #ifndef LAUNCHER_METRICS_H
 #define LAUNCHER_METRICS_H
@@ -27,11 +27,12 @@ uint64_t metrics_last_evaluation(const struct metrics *metrics);
 enum metrics_durability { METRICS_LAZY, METRICS_DURABLE };
 int metrics_append(struct metrics *metrics, const char *json, enum metrics_durability durability);
 
-/* {"event": name, "time": UTC, ...}: `fields` is "" or ", \"key\": value...". Errors are told on stderr
- * once: an event that cannot be written stops no training. */
+/* {"event": name, "time": UTC, ...}: `fields` is "" or ", \"key\": value...". Errors are told on
+ * stderr once: an event that cannot be written stops no training. */
 void metrics_event(struct metrics *metrics, const char *name, const char *fields);
 
-/* Text as a JSON string, quotes included; control bytes escaped, bytes that are no UTF-8 shown as U+FFFD. */
+/* Text as a JSON string, quotes included; control bytes escaped, bytes that are no UTF-8 shown as
+ * U+FFFD. */
 const char *metrics_quote(char *out, uint64_t bytes, const char *text);
 
 #endif

@@ -15,12 +15,13 @@
 #include "procs/error.h"
 
 enum {
-    PLAN_CAPACITY_BYTES = 8 << 20,  /* struct and texts */
-    STATE_FRAMES_MIN = 2,           /* per opt_worker: one in use, one being read */
-    STATE_FRAMES_PREDICT = 6,       /* what "predict" may use */
+    PLAN_CAPACITY_BYTES = 8 << 20, /* struct and texts */
+    STATE_FRAMES_MIN = 2,          /* per opt_worker: one in use, one being read */
+    STATE_FRAMES_PREDICT = 6,      /* what "predict" may use */
     STATE_FRAMES_MAX = 64,
     RING_DEPTH_MAX = 1 << 16,
-    STEP_TOKENS_LOG2_MAX = 40, /* per step: their ids alone take 16 TB; keeps every sum below in 64 bits */
+    STEP_TOKENS_LOG2_MAX =
+        40,             /* per step: their ids alone take 16 TB; keeps every sum below in 64 bits */
     THREADS_MAX = 1024, /* what the CPU device takes; also the limit of memory.threads */
     CODE_BYTES_PER_PROCESS = 24 << 20, /* stacks, libraries' data, BLAS buffers: not pools */
 };
@@ -38,7 +39,8 @@ static int tokenizer_is_bytes(const struct config *c)
     return strcmp(c->model_tokenizer, "bytes") == 0;
 }
 
-/* Can the model take every id that its tokenizer makes? A folder without one has only token shards. */
+/* Can the model take every id that its tokenizer makes? A folder without one has only token shards.
+ */
 static int check_tokenizer(const struct config *c, const struct model_config *model)
 {
     char path[LAUNCHER_PATH_BYTES];
@@ -57,7 +59,8 @@ int plan_load_model(const struct config *config, struct model_layout *layout)
     struct model_config model;
     if (access(config->model_path, F_OK) < 0) {
         (void)error_set(ERROR_USER, "[model] path: %s: %s", config->model_path, strerror(errno));
-        return error_hint("expected a Hugging Face folder with config.json; a relative path is relative to the run file");
+        return error_hint("expected a Hugging Face folder with config.json; a relative path is "
+                          "relative to the run file");
     }
     if (model_config_load(&model, config->model_path) < 0 || check_tokenizer(config, &model) < 0 ||
         model_layout_init(layout, &model, config->memory_page_elements) < 0)
@@ -71,22 +74,26 @@ static int check_model(const struct config *c, const struct model_layout *layout
 {
     const struct model_config *m = &layout->config;
     if (tokenizer_is_bytes(c) && m->vocab_size < TOKENIZER_BYTES_VOCABULARY)
-        return error_set(ERROR_USER,
-                         "[model] tokenizer = \"bytes\": needs vocab_size of at least %d, %s/config.json "
-                         "says %llu",
-                         TOKENIZER_BYTES_VOCABULARY, c->model_path, (unsigned long long)m->vocab_size);
+        return error_set(
+            ERROR_USER,
+            "[model] tokenizer = \"bytes\": needs vocab_size of at least %d, %s/config.json "
+            "says %llu",
+            TOKENIZER_BYTES_VOCABULARY, c->model_path, (unsigned long long)m->vocab_size);
     if (c->training_seq_len < 2)
         return error_set(ERROR_USER, "[training] seq_len: expected at least 2, found %llu",
                          (unsigned long long)c->training_seq_len);
     if (c->training_seq_len > m->max_position) {
-        (void)error_set(ERROR_USER, "[training] seq_len = %llu: the model has %llu positions "
-                        "(max_position_embeddings)", (unsigned long long)c->training_seq_len,
+        (void)error_set(ERROR_USER,
+                        "[training] seq_len = %llu: the model has %llu positions "
+                        "(max_position_embeddings)",
+                        (unsigned long long)c->training_seq_len,
                         (unsigned long long)m->max_position);
         return error_hint("shorten seq_len, or extend the model with rope_scaling");
     }
     if (c->eval_sample_prompts.count && !tokenizer_is_bytes(c))
-        return error_set(ERROR_USER, "[eval] sample_prompts: this build samples text with tokenizer = "
-                                     "\"bytes\" only");
+        return error_set(ERROR_USER,
+                         "[eval] sample_prompts: this build samples text with tokenizer = "
+                         "\"bytes\" only");
     return 0;
 }
 
@@ -95,11 +102,13 @@ static int check_step_size(const struct config *c)
     uint64_t tokens = c->training_seq_len * c->training_micro_batch_size; /* at most 2^44 */
     if (tokens <= ((uint64_t)1 << STEP_TOKENS_LOG2_MAX) / c->training_gradient_accumulation_steps)
         return 0;
-    (void)error_set(ERROR_FIT,
-                    "[training] seq_len %llu x micro_batch_size %llu x gradient_accumulation_steps %llu: expected at "
-                    "most 2^%d tokens per step",
-                    (unsigned long long)c->training_seq_len, (unsigned long long)c->training_micro_batch_size,
-                    (unsigned long long)c->training_gradient_accumulation_steps, STEP_TOKENS_LOG2_MAX);
+    (void)error_set(
+        ERROR_FIT,
+        "[training] seq_len %llu x micro_batch_size %llu x gradient_accumulation_steps %llu: "
+        "expected at "
+        "most 2^%d tokens per step",
+        (unsigned long long)c->training_seq_len, (unsigned long long)c->training_micro_batch_size,
+        (unsigned long long)c->training_gradient_accumulation_steps, STEP_TOKENS_LOG2_MAX);
     return error_hint("a step's token ids are kept in RAM; make the batch smaller");
 }
 
@@ -135,8 +144,8 @@ static void set_pools(struct plan *plan, const struct model_layout *layout)
     struct page_image_layout image;
     page_image_layout(&image, plan->bf16 ? DTYPE_BFLOAT16 : DTYPE_FLOAT32, elements);
     if (plan->mode == PLAN_TRAIN || plan->mode == PLAN_EVALUATE)
-        set_pool(plan, REGION_MICROBATCH_POOL, microbatch_bytes(plan->micro_batch_size, plan->seq_len),
-                 plan->microbatches);
+        set_pool(plan, REGION_MICROBATCH_POOL,
+                 microbatch_bytes(plan->micro_batch_size, plan->seq_len), plan->microbatches);
     if (plan->mode == PLAN_TRAIN || plan->mode == PLAN_EVALUATE || plan->mode == PLAN_GENERATE)
         set_pool(plan, REGION_WEIGHTS_POOL, elements * (plan->bf16 ? 2 : 4), pages);
     if (plan->mode != PLAN_TRAIN)
@@ -147,8 +156,8 @@ static void set_pools(struct plan *plan, const struct model_layout *layout)
     set_pool(plan, REGION_OUT_POOL, image.bytes, state_frames(plan, own));
 }
 
-/* Every ring is as deep as what can be lent through it, so that a worker waits only for frames; WEIGHTS
- * lends one frame to several visits and is as deep as two walks over the pages. */
+/* Every ring is as deep as what can be lent through it, so that a worker waits only for frames;
+ * WEIGHTS lends one frame to several visits and is as deep as two walks over the pages. */
 static void set_rings(struct plan *plan, const struct model_layout *layout)
 {
     for (int r = 0; r < RING_COUNT; r++) {
@@ -180,7 +189,8 @@ static int add_data(struct plan *plan, const struct config *c)
     d->shuffle = c->data_shuffle;
     d->tokenizer_is_bytes = (uint32_t)tokenizer_is_bytes(c);
     if (plan_texts_add(plan, PLAN_CAPACITY_BYTES, train, c->data_train.count, &d->train) < 0 ||
-        plan_texts_add(plan, PLAN_CAPACITY_BYTES, validation, c->data_validation.count, &d->validation) < 0 ||
+        plan_texts_add(plan, PLAN_CAPACITY_BYTES, validation, c->data_validation.count,
+                       &d->validation) < 0 ||
         plan_text_add(plan, PLAN_CAPACITY_BYTES, c->model_tokenizer, &d->tokenizer) < 0 ||
         plan_text_add(plan, PLAN_CAPACITY_BYTES, *c->data_cache_dir ? c->data_cache_dir : cache,
                       &d->cache_dir) < 0)
@@ -188,7 +198,8 @@ static int add_data(struct plan *plan, const struct config *c)
     return 0;
 }
 
-static int add_directories(struct plan *plan, const struct config *c, const struct plan_request *request)
+static int add_directories(struct plan *plan, const struct config *c,
+                           const struct plan_request *request)
 {
     char store[LAUNCHER_PATH_BYTES], exports[LAUNCHER_PATH_BYTES], logs[LAUNCHER_PATH_BYTES];
     const char *own_store[] = {store};
@@ -197,11 +208,14 @@ static int add_directories(struct plan *plan, const struct config *c, const stru
     (void)snprintf(exports, sizeof exports, "%s/export", c->run_output_dir);
     (void)snprintf(logs, sizeof logs, "%s/logs", c->run_output_dir);
     uint64_t n = c->memory_offload_dir.count;
-    if (plan_texts_add(plan, PLAN_CAPACITY_BYTES, n ? stores : own_store, n ? n : 1, &plan->offload_dirs) < 0 ||
+    if (plan_texts_add(plan, PLAN_CAPACITY_BYTES, n ? stores : own_store, n ? n : 1,
+                       &plan->offload_dirs) < 0 ||
         plan_text_add(plan, PLAN_CAPACITY_BYTES, c->run_output_dir, &plan->output_dir) < 0 ||
-        plan_text_add(plan, PLAN_CAPACITY_BYTES, request->mode == PLAN_TRAIN ? logs : "", &plan->log_dir) < 0 ||
+        plan_text_add(plan, PLAN_CAPACITY_BYTES, request->mode == PLAN_TRAIN ? logs : "",
+                      &plan->log_dir) < 0 ||
         plan_text_add(plan, PLAN_CAPACITY_BYTES, c->model_path, &plan->model_dir) < 0 ||
-        plan_text_add(plan, PLAN_CAPACITY_BYTES, request->export_dir ? request->export_dir : exports,
+        plan_text_add(plan, PLAN_CAPACITY_BYTES,
+                      request->export_dir ? request->export_dir : exports,
                       &plan->checkpoint.export_dir) < 0)
         return -(int)error_kind_now();
     return 0;
@@ -257,10 +271,12 @@ static void set_machine(struct plan *plan, const struct config *c)
     plan->bf16 = c->model_dtype == CONFIG_DTYPE_BFLOAT16;
     plan->page_elements = c->memory_page_elements;
     plan->weights = c->model_init == CONFIG_INIT_RANDOM ? PLAN_WEIGHTS_RANDOM : PLAN_WEIGHTS_FOLDER;
-    plan->opt_workers = c->optimizer_workers == CONFIG_AUTO ? machine_numa_nodes() : (uint32_t)c->optimizer_workers;
+    plan->opt_workers =
+        c->optimizer_workers == CONFIG_AUTO ? machine_numa_nodes() : (uint32_t)c->optimizer_workers;
     if (plan->opt_workers > OPT_WORKERS_MAX)
         plan->opt_workers = OPT_WORKERS_MAX;
-    plan->threads = c->memory_threads == CONFIG_AUTO ? machine_cores() : (uint32_t)c->memory_threads;
+    plan->threads =
+        c->memory_threads == CONFIG_AUTO ? machine_cores() : (uint32_t)c->memory_threads;
     if (plan->threads > THREADS_MAX)
         plan->threads = THREADS_MAX;
     plan->slots_per_page = c->memory_verify_writes ? 3 : 2;
@@ -293,13 +309,15 @@ static int set_budget(struct plan *plan, const struct config *c)
     uint64_t exporter = 2 * plan->pools[REGION_OUT_POOL].frame_bytes; /* and the read-back page */
     uint64_t fixed = plan->segment_bytes + processes + exporter;
     if (fixed >= budget) {
-        (void)error_set(ERROR_FIT, "[memory] max_ram: the run needs %s of shared memory and %s for its "
+        (void)error_set(ERROR_FIT,
+                        "[memory] max_ram: the run needs %s of shared memory and %s for its "
                         "processes before any device buffer; the budget is %s",
                         size_format(shared, sizeof shared, plan->segment_bytes),
                         size_format(other, sizeof other, processes + exporter),
                         size_format(limit, sizeof limit, budget));
-        return error_hint("this build keeps weights and gradients in RAM: a budget smaller than the model "
-                          "needs paging of both");
+        return error_hint(
+            "this build keeps weights and gradients in RAM: a budget smaller than the model "
+            "needs paging of both");
     }
     plan->device_bytes_max = budget - fixed;
     return 0;

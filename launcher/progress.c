@@ -35,13 +35,14 @@ int progress_open(struct progress **out, enum config_log_progress mode, uint64_t
     return 0;
 }
 
-/* Writes if somebody takes it: a stopped terminal or a full pipe must not stop the training, so after
- * `patience_ms` the text is dropped. */
+/* Writes if somebody takes it: a stopped terminal or a full pipe must not stop the training, so
+ * after `patience_ms` the text is dropped. */
 static void emit(const char *text, size_t n, int patience_ms)
 {
     while (n) {
         struct pollfd fd = {.fd = STDERR_FILENO, .events = POLLOUT};
-        size_t some = n < EMIT_BYTES ? n : EMIT_BYTES; /* what a writable pipe takes without waiting */
+        size_t some =
+            n < EMIT_BYTES ? n : EMIT_BYTES; /* what a writable pipe takes without waiting */
         if (poll(&fd, 1, patience_ms) <= 0 || !(fd.revents & POLLOUT))
             return;
         ssize_t wrote = write(STDERR_FILENO, text, some);
@@ -91,17 +92,20 @@ static void draw_bar(char *out, double part)
 
 void progress_step(struct progress *p, const struct progress_step *s)
 {
-    char line[512], bar[BAR_CELLS + 1], eta[SIZE_TEXT_BYTES_MAX], ram[SIZE_TEXT_BYTES_MAX], store[SIZE_TEXT_BYTES_MAX];
+    char line[512], bar[BAR_CELLS + 1], eta[SIZE_TEXT_BYTES_MAX], ram[SIZE_TEXT_BYTES_MAX],
+        store[SIZE_TEXT_BYTES_MAX];
     if (s->step % p->interval != 0 && s->step != s->steps)
         return;
     draw_bar(bar, (double)s->step / (double)s->steps);
-    (void)snprintf(line, sizeof line,
-                   "%s%s%sstep %llu/%llu  loss %.4f  grad norm %.3f  lr %.3g  %.0f tokens/s  ETA %s  RAM %s  store %s%s",
-                   p->mode == CONFIG_PROGRESS_BAR ? "[" : "", p->mode == CONFIG_PROGRESS_BAR ? bar : "",
-                   p->mode == CONFIG_PROGRESS_BAR ? "] " : "", (unsigned long long)s->step,
-                   (unsigned long long)s->steps, s->loss, s->norm, s->learning_rate, s->tokens_per_s,
-                   size_format_duration(eta, sizeof eta, s->eta_s), size_format(ram, sizeof ram, s->ram_bytes),
-                   size_format(store, sizeof store, s->store_bytes), s->skipped ? "  SKIPPED" : "");
+    (void)snprintf(
+        line, sizeof line,
+        "%s%s%sstep %llu/%llu  loss %.4f  grad norm %.3f  lr %.3g  %.0f tokens/s  ETA %s  RAM %s  "
+        "store %s%s",
+        p->mode == CONFIG_PROGRESS_BAR ? "[" : "", p->mode == CONFIG_PROGRESS_BAR ? bar : "",
+        p->mode == CONFIG_PROGRESS_BAR ? "] " : "", (unsigned long long)s->step,
+        (unsigned long long)s->steps, s->loss, s->norm, s->learning_rate, s->tokens_per_s,
+        size_format_duration(eta, sizeof eta, s->eta_s), size_format(ram, sizeof ram, s->ram_bytes),
+        size_format(store, sizeof store, s->store_bytes), s->skipped ? "  SKIPPED" : "");
     show(p, line);
 }
 
@@ -116,8 +120,10 @@ void progress_startup(struct progress *p, const struct worker_control *control)
     uint64_t done = atomic_load_explicit(&control->progress.done, memory_order_relaxed);
     uint64_t total = atomic_load_explicit(&control->progress.total, memory_order_relaxed);
     uint64_t now = clock_now_ns();
-    char line[256], a[SIZE_TEXT_BYTES_MAX], b[SIZE_TEXT_BYTES_MAX], rate_text[SIZE_TEXT_BYTES_MAX], eta[SIZE_TEXT_BYTES_MAX];
-    if (activity >= ACTIVITY_COUNT || activity == ACTIVITY_STARTING || activity == ACTIVITY_WORKING || total == 0)
+    char line[256], a[SIZE_TEXT_BYTES_MAX], b[SIZE_TEXT_BYTES_MAX], rate_text[SIZE_TEXT_BYTES_MAX],
+        eta[SIZE_TEXT_BYTES_MAX];
+    if (activity >= ACTIVITY_COUNT || activity == ACTIVITY_STARTING ||
+        activity == ACTIVITY_WORKING || total == 0)
         return;
     if (activity != p->activity || done < p->activity_done) {
         p->activity = activity;
@@ -135,9 +141,11 @@ void progress_startup(struct progress *p, const struct worker_control *control)
         return;
     }
     double rate = (double)(done - p->activity_done) / ((double)(now - p->activity_ns) * 1e-9);
-    (void)snprintf(line, sizeof line, "%s: %s of %s, %s/s, ETA %s", names[activity], size_format(a, sizeof a, done),
-                   size_format(b, sizeof b, total), size_format(rate_text, sizeof rate_text, (uint64_t)rate),
-                   size_format_duration(eta, sizeof eta, rate > 0.0 ? (double)(total - done) / rate : -1.0));
+    (void)snprintf(
+        line, sizeof line, "%s: %s of %s, %s/s, ETA %s", names[activity],
+        size_format(a, sizeof a, done), size_format(b, sizeof b, total),
+        size_format(rate_text, sizeof rate_text, (uint64_t)rate),
+        size_format_duration(eta, sizeof eta, rate > 0.0 ? (double)(total - done) / rate : -1.0));
     show(p, line);
 }
 

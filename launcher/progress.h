@@ -1,6 +1,6 @@
 /*
- * What people see: one line per step (a bar on a terminal, plain lines elsewhere), what start-up does,
- * validation loss, samples, and the story of a death.
+ * What people see: one line per step (a bar on a terminal, plain lines elsewhere), what start-up
+ * does, validation loss, samples, and the story of a death.
  */
 #ifndef LAUNCHER_PROGRESS_H
 #define LAUNCHER_PROGRESS_H

@@ -14,7 +14,8 @@
 #include "procs/error.h"
 
 /* What a start makes in the run directory, in the order in which run_dir_undo() takes it away. */
-static const char *const entries[] = {"logs", "cache", "store", "config.toml", "run.id", "run.lock"};
+static const char *const entries[] = {"logs",        "cache",  "store",
+                                      "config.toml", "run.id", "run.lock"};
 enum { ENTRIES = sizeof entries / sizeof entries[0] };
 
 enum { LOCK_TRIES = 5, LOCK_PAUSE_US = 20000 };
@@ -86,7 +87,9 @@ static int write_text(const char *path, const char *text)
 static int sync_directory(const char *path)
 {
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    int rc = fd < 0 || fsync(fd) < 0 ? error_set(ERROR_FAILED, "%s: fsync: %s", path, strerror(errno)) : 0;
+    int rc = fd < 0 || fsync(fd) < 0
+                 ? error_set(ERROR_FAILED, "%s: fsync: %s", path, strerror(errno))
+                 : 0;
     if (fd >= 0)
         (void)close(fd); /* opened for reading */
     return rc;
@@ -197,7 +200,8 @@ void run_dir_close(struct run_dir *run)
     if (run->lock_fd >= 0) {
         if (file_in(run, "config.toml.before", before) == 0)
             (void)unlink(before); /* there may be none */
-        (void)!ftruncate(run->lock_fd, 0); /* no contact any more; a stale one is recognized anyway */
+        (void)!ftruncate(run->lock_fd,
+                         0); /* no contact any more; a stale one is recognized anyway */
         (void)close(run->lock_fd);
     }
     run->lock_fd = -1;
@@ -226,7 +230,8 @@ int run_dir_adopt_config(struct run_dir *run, const struct config *config)
     if (file_in(run, "config.toml", path) < 0)
         return -(int)error_kind_now();
     (void)snprintf(aside, sizeof aside, "%s.before", path);
-    (void)unlink(aside); /* of a launcher that was killed; run_dir_undo() must not take it for ours */
+    (void)unlink(
+        aside); /* of a launcher that was killed; run_dir_undo() must not take it for ours */
     if (access(path, F_OK) == 0) {
         if (config_load(&old, path, NULL, 0) < 0)
             return -(int)error_kind_now();
@@ -293,10 +298,11 @@ void run_dir_undo(struct run_dir *run)
     char path[LAUNCHER_PATH_BYTES], before[LAUNCHER_PATH_BYTES];
     if (file_in(run, "config.toml", path) == 0 && file_in(run, "config.toml.before", before) == 0)
         (void)rename(before, path); /* absent where nothing was changed */
-    /* of a run that was there before only config.toml may be new, written anew for one that was lost */
+    /* of a run that was there before only config.toml may be new, written anew for one that was
+     * lost */
     for (uint32_t i = 0; i < ENTRIES; i++)
-        if ((run->fresh || strcmp(entries[i], "config.toml") == 0) && (run->before & 1u << i) == 0 &&
-            file_in(run, entries[i], path) == 0)
+        if ((run->fresh || strcmp(entries[i], "config.toml") == 0) &&
+            (run->before & 1u << i) == 0 && file_in(run, entries[i], path) == 0)
             (void)run_dir_remove_tree(path); /* the error that brought us here is the one to tell */
     if (run->created)
         (void)rmdir(run->path);

@@ -17,8 +17,8 @@ enum run_dir_mode { RUN_DIR_CREATE, RUN_DIR_EXISTING };
 int run_dir_open(struct run_dir *run, const char *path, enum run_dir_mode mode);
 void run_dir_close(struct run_dir *run);
 
-/* Compares the configuration with the one the run was started with (announcing changes on stderr), then
- * puts it into the directory. */
+/* Compares the configuration with the one the run was started with (announcing changes on stderr),
+ * then puts it into the directory. */
 int run_dir_adopt_config(struct run_dir *run, const struct config *config);
 
 /* Reads the configuration of an existing run. */
@@ -29,8 +29,8 @@ int run_dir_read_config(const char *path, struct config *config);
 int run_dir_write_contact(struct run_dir *run, const char *endpoint, const char *token);
 int run_dir_read_contact(const char *path, char *endpoint, char *token);
 
-/* Removes what this process made of the run: files, and the directory if it was not there before; of a
- * run that was there, gives it its former configuration back. The current error stays. */
+/* Removes what this process made of the run: files, and the directory if it was not there before;
+ * of a run that was there, gives it its former configuration back. The current error stays. */
 void run_dir_undo(struct run_dir *run);
 
 /* Deletes a directory tree. */

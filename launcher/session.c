@@ -26,7 +26,8 @@ static int bind_channel(struct launcher *l)
     (void)snprintf(s->socket_dir, sizeof s->socket_dir, "/tmp/mtlaunch-XXXXXX");
     if (!mkdtemp(s->socket_dir)) {
         s->socket_dir[0] = '\0';
-        return error_set(ERROR_FAILED, "/tmp: cannot make a private directory: %s", strerror(errno));
+        return error_set(ERROR_FAILED, "/tmp: cannot make a private directory: %s",
+                         strerror(errno));
     }
     (void)snprintf(s->plan->endpoint, sizeof s->plan->endpoint, "%s/ctl", s->socket_dir);
     (void)snprintf(address, sizeof address, "ipc://%s", s->plan->endpoint);
@@ -74,7 +75,8 @@ int session_open(struct launcher *l, const struct plan_request *request)
     if (segment_attach(&s->segment, fd, ROLE_LAUNCHER, 0) < 0)
         return -(int)error_kind_now();
     attach_pages(s);
-    if (l->run.lock_fd >= 0 && run_dir_write_contact(&l->run, s->plan->endpoint, s->plan->token) < 0)
+    if (l->run.lock_fd >= 0 &&
+        run_dir_write_contact(&l->run, s->plan->endpoint, s->plan->token) < 0)
         return -(int)error_kind_now();
     return start_child(s, has_gpu(s->plan) ? ROLE_GPU : ROLE_IO, 0);
 }
@@ -105,7 +107,8 @@ int session_ready(const struct launcher *l)
     if (has_gpu(s->plan))
         expected = s->plan->mode == PLAN_TRAIN ? s->plan->opt_workers + 2 : 2;
     for (uint32_t i = 0; i < s->n_children; i++)
-        if (!atomic_load_explicit(&session_control(l, &s->children[i])->ready, memory_order_acquire))
+        if (!atomic_load_explicit(&session_control(l, &s->children[i])->ready,
+                                  memory_order_acquire))
             return 0;
     return s->n_children == expected;
 }
@@ -135,7 +138,8 @@ static void take_message(struct launcher *l, const char *from, const struct mess
     struct session *s = &l->session;
     char kind = strncmp(from, "command.", 8) == 0 ? 'c' : 'w';
     int ours = strncmp(m->token, s->plan->token, sizeof m->token) == 0 &&
-               (kind == 'c' || m->generation == s->plan->generation) && message_allowed(m->type, kind, 'l');
+               (kind == 'c' || m->generation == s->plan->generation) &&
+               message_allowed(m->type, kind, 'l');
     if (!ours)
         return; /* a stranger, or an echo of an earlier generation */
     if (m->type == MESSAGE_DOORBELL) {

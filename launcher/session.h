@@ -9,8 +9,8 @@
 #include "launcher/plan_build.h"
 #include "launcher/run_dir.h"
 
-/* Builds the plan, creates the segment, binds the channel, starts gpu_worker (or, where the mode has
- * none, io_worker). The others follow when it is READY: session_start_rest(). */
+/* Builds the plan, creates the segment, binds the channel, starts gpu_worker (or, where the mode
+ * has none, io_worker). The others follow when it is READY: session_start_rest(). */
 int session_open(struct launcher *l, const struct plan_request *request);
 
 int session_start_rest(struct launcher *l);

@@ -20,7 +20,8 @@ void step_line_hash(char text[33], const uint8_t hash[16])
         (void)snprintf(text + 2 * i, 3, "%02x", hash[15 - i]);
 }
 
-/* "gpu_worker.0": {"WEIGHTS": 0.012, ...}: seconds slept for want of each ring since the last line. */
+/* "gpu_worker.0": {"WEIGHTS": 0.012, ...}: seconds slept for want of each ring since the last line.
+ */
 static int format_waits(struct launcher *l, char *out, size_t bytes)
 {
     size_t n = 0;
@@ -37,8 +38,8 @@ static int format_waits(struct launcher *l, char *out, size_t bytes)
             l->coordinator.wait_base[i][r] = now;
             if (now == 0 || n + 128 > bytes)
                 continue;
-            n += (size_t)snprintf(out + n, bytes - n, "%s\"%s\": %.6f", comma, topology_rings[r].name,
-                                  (double)spent * 1e-9);
+            n += (size_t)snprintf(out + n, bytes - n, "%s\"%s\": %.6f", comma,
+                                  topology_rings[r].name, (double)spent * 1e-9);
             comma = ", ";
         }
         if (n + 128 > bytes)
@@ -82,17 +83,17 @@ int step_line_write(struct launcher *l, uint64_t step)
     step_line_hash(hash, l->session.io->state_hash[step % PLAN_SLACK_STEPS]);
     if (format_waits(l, waits, sizeof waits) < 0)
         return -(int)error_kind_now();
-    int n = snprintf(line, sizeof line,
-                     "{\"step\": %llu, \"loss\": %s, \"grad_norm\": %s, \"learning_rate\": %.9g, "
-                     "\"tokens\": %llu, \"labelled_tokens\": %llu, \"tokens_per_s\": %.6g, \"step_s\": %.6f, "
-                     "\"forward_s\": %.6f, \"backward_s\": %.6f, \"skipped\": %s, \"state_hash\": \"%s\", "
-                     "\"wait_s\": {%s}}",
-                     (unsigned long long)step, number(loss, sizeof loss, o->loss),
-                     number(norm, sizeof norm, o->norm), (double)o->learning_rate,
-                     (unsigned long long)tokens_of(l), (unsigned long long)o->labelled,
-                     (double)tokens_of(l) / step_s, step_s,
-                     (double)(r->forward_ns - r->begin_ns) * 1e-9, (double)(r->backward_ns - r->forward_ns) * 1e-9,
-                     o->skip ? "true" : "false", hash, waits);
+    int n = snprintf(
+        line, sizeof line,
+        "{\"step\": %llu, \"loss\": %s, \"grad_norm\": %s, \"learning_rate\": %.9g, "
+        "\"tokens\": %llu, \"labelled_tokens\": %llu, \"tokens_per_s\": %.6g, \"step_s\": %.6f, "
+        "\"forward_s\": %.6f, \"backward_s\": %.6f, \"skipped\": %s, \"state_hash\": \"%s\", "
+        "\"wait_s\": {%s}}",
+        (unsigned long long)step, number(loss, sizeof loss, o->loss),
+        number(norm, sizeof norm, o->norm), (double)o->learning_rate,
+        (unsigned long long)tokens_of(l), (unsigned long long)o->labelled,
+        (double)tokens_of(l) / step_s, step_s, (double)(r->forward_ns - r->begin_ns) * 1e-9,
+        (double)(r->backward_ns - r->forward_ns) * 1e-9, o->skip ? "true" : "false", hash, waits);
     if (n < 0 || n >= (int)sizeof line)
         return error_set(ERROR_FAILED, "the step's line is longer than %d bytes", LINE_BYTES);
     return metrics_append(l->metrics, line, METRICS_DURABLE);

@@ -18,7 +18,7 @@
 
 /* What is remembered of deaths, to notice that nothing moves. */
 struct obituaries {
-    uint64_t step;  /* newest commit seen at a death; before recovery ends a store says 0 */
+    uint64_t step;   /* newest commit seen at a death; before recovery ends a store says 0 */
     uint32_t deaths; /* since that commit */
     uint32_t alike;  /* of them, in a row, with the same cause */
     char cause[160];
@@ -67,23 +67,30 @@ static const char *last_words(const struct worker_control *control)
     return atomic_load_explicit(&control->error_kind, memory_order_acquire) ? control->error : "";
 }
 
-static void tell_death(struct launcher *l, const struct child *child, const char *cause, const char *words)
+static void tell_death(struct launcher *l, const struct child *child, const char *cause,
+                       const char *words)
 {
-    char name[MESSAGE_PEER_BYTES], fields[2 * CONTROL_ERROR_BYTES], quoted[CONTROL_ERROR_BYTES + 512];
+    char name[MESSAGE_PEER_BYTES], fields[2 * CONTROL_ERROR_BYTES],
+        quoted[CONTROL_ERROR_BYTES + 512];
     worker_name(name, child->role, child->index);
-    progress_warn(l->progress, "%s (pid %d) %s after commit of step %llu%s%s", name, (int)child->pid, cause,
-                  (unsigned long long)coordinator_committed(l), *words ? ": " : "", words);
-    (void)snprintf(fields, sizeof fields, ", \"worker\": \"%s\", \"pid\": %d, \"cause\": \"%s\", \"committed\": %llu, \"words\": %s",
-                   name, (int)child->pid, cause, (unsigned long long)coordinator_committed(l),
-                   metrics_quote(quoted, sizeof quoted, words));
+    progress_warn(l->progress, "%s (pid %d) %s after commit of step %llu%s%s", name,
+                  (int)child->pid, cause, (unsigned long long)coordinator_committed(l),
+                  *words ? ": " : "", words);
+    (void)snprintf(
+        fields, sizeof fields,
+        ", \"worker\": \"%s\", \"pid\": %d, \"cause\": \"%s\", \"committed\": %llu, \"words\": %s",
+        name, (int)child->pid, cause, (unsigned long long)coordinator_committed(l),
+        metrics_quote(quoted, sizeof quoted, words));
     metrics_event(l->metrics, "worker_exit", fields);
 }
 
 static int give_up(struct launcher *l, const struct obituaries *o, const char *words)
 {
-    (void)error_set(ERROR_FAILED, "no progress: %u deaths after the commit of step %llu, the last one: %s%s%s",
+    (void)error_set(ERROR_FAILED,
+                    "no progress: %u deaths after the commit of step %llu, the last one: %s%s%s",
                     o->deaths, (unsigned long long)o->step, o->cause, *words ? ": " : "", words);
-    return error_hint("the run's state is intact in %s; logs say more; start it again to resume", l->run.path);
+    return error_hint("the run's state is intact in %s; logs say more; start it again to resume",
+                      l->run.path);
 }
 
 /* 0: restart; negative: the run ends with this error. */
@@ -101,7 +108,8 @@ static int judge(struct launcher *l, struct obituaries *o, const struct child *c
     if (l->session.plan->mode != PLAN_TRAIN)
         return error_set(ERROR_FAILED, "%s %s%s%s", topology_role_name(child->role), cause,
                          *words ? ": " : "", words);
-    (void)snprintf(alike, sizeof alike, "%s.%u %s", topology_role_name(child->role), child->index, cause);
+    (void)snprintf(alike, sizeof alike, "%s.%u %s", topology_role_name(child->role), child->index,
+                   cause);
     uint64_t step = coordinator_committed(l);
     if (step > o->step)
         o->deaths = o->alike = 0;
@@ -109,7 +117,9 @@ static int judge(struct launcher *l, struct obituaries *o, const struct child *c
     o->step = step > o->step ? step : o->step;
     o->deaths++;
     (void)snprintf(o->cause, sizeof o->cause, "%s", alike);
-    return o->alike >= SUPERVISOR_ALIKE_MAX || o->deaths >= SUPERVISOR_DEATHS_MAX ? give_up(l, o, words) : 0;
+    return o->alike >= SUPERVISOR_ALIKE_MAX || o->deaths >= SUPERVISOR_DEATHS_MAX
+               ? give_up(l, o, words)
+               : 0;
 }
 
 /* -- the watchdog -- */
@@ -128,7 +138,8 @@ static void watch(struct launcher *l)
     double longest = silence_max_s();
     for (uint32_t i = 0; i < l->session.n_children && l->config.run_watchdog; i++) {
         struct child *child = &l->session.children[i];
-        uint64_t beat = atomic_load_explicit(&session_control(l, child)->heartbeat, memory_order_relaxed);
+        uint64_t beat =
+            atomic_load_explicit(&session_control(l, child)->heartbeat, memory_order_relaxed);
         double silence = (double)(now - child->alive_ns) * 1e-9;
         if (beat != child->heartbeat) {
             child->heartbeat = beat;
@@ -145,8 +156,10 @@ static void watch(struct launcher *l)
 
 enum verdict { GO_ON, DONE, RESTART };
 
-/* Looks at every worker. GO_ON, RESTART after a death, DONE when io left in order and that was the job. */
-static int check_children(struct launcher *l, const struct supervisor_job *job, struct obituaries *o)
+/* Looks at every worker. GO_ON, RESTART after a death, DONE when io left in order and that was the
+ * job. */
+static int check_children(struct launcher *l, const struct supervisor_job *job,
+                          struct obituaries *o)
 {
     for (uint32_t i = 0; i < l->session.n_children; i++) {
         struct child *child = &l->session.children[i];
@@ -161,7 +174,8 @@ static int check_children(struct launcher *l, const struct supervisor_job *job, 
 
 static int start_more(struct launcher *l, int *started)
 {
-    if (*started || !atomic_load_explicit(&session_control(l, &l->session.children[0])->ready, memory_order_acquire))
+    if (*started || !atomic_load_explicit(&session_control(l, &l->session.children[0])->ready,
+                                          memory_order_acquire))
         return 0;
     *started = 1;
     return session_start_rest(l);

@@ -38,12 +38,14 @@ static int is_shard(const char *data)
 static int folder_config(struct launcher *l, const char *folder, const char *data)
 {
     struct model_config model;
-    char path[LAUNCHER_PATH_BYTES + 32], train[LAUNCHER_PATH_BYTES + 32], dtype[64], tokenizer[64], seq[64];
+    char path[LAUNCHER_PATH_BYTES + 32], train[LAUNCHER_PATH_BYTES + 32], dtype[64], tokenizer[64],
+        seq[64];
     if (model_config_load(&model, folder) < 0)
         return -(int)error_kind_now();
     (void)snprintf(path, sizeof path, "--model.path=%s", folder);
     (void)snprintf(train, sizeof train, "--data.train=%s", data ? data : "/dev/null");
-    (void)snprintf(dtype, sizeof dtype, "--model.dtype=%s", model.source_dtype == DTYPE_BF16 ? "bfloat16" : "float32");
+    (void)snprintf(dtype, sizeof dtype, "--model.dtype=%s",
+                   model.source_dtype == DTYPE_BF16 ? "bfloat16" : "float32");
     (void)snprintf(tokenizer, sizeof tokenizer, "--model.tokenizer=%s",
                    file_exists(folder, "tokenizer.json") || is_shard(data) ? "" : "bytes");
     (void)snprintf(seq, sizeof seq, "--training.seq_len=1024");
@@ -55,7 +57,8 @@ static int read_target(struct target *t, struct launcher *l, const char *path, c
 {
     if (!t->is_run)
         return folder_config(l, path, data);
-    if (run_dir_open(&l->run, path, RUN_DIR_EXISTING) < 0 || run_dir_read_config(path, &l->config) < 0)
+    if (run_dir_open(&l->run, path, RUN_DIR_EXISTING) < 0 ||
+        run_dir_read_config(path, &l->config) < 0)
         return -(int)error_kind_now();
     if (!data)
         return 0;
@@ -75,14 +78,18 @@ int target_open(struct target *t, struct launcher *l, const char *path, const ch
         return error_set(ERROR_USER, "%s: %s", data, strerror(errno));
     t->is_run = file_exists(real, "run.id");
     if (!t->is_run && !file_exists(real, "config.json"))
-        return error_set(ERROR_USER, "%s: neither a run directory (run.id) nor a Hugging Face folder (config.json)", path);
+        return error_set(
+            ERROR_USER,
+            "%s: neither a run directory (run.id) nor a Hugging Face folder (config.json)", path);
     (void)snprintf(t->scratch, sizeof t->scratch, "/tmp/mtlaunch-cache-XXXXXX");
     if (!mkdtemp(t->scratch)) {
         t->scratch[0] = '\0';
-        return error_set(ERROR_FAILED, "/tmp: cannot make a scratch directory: %s", strerror(errno));
+        return error_set(ERROR_FAILED, "/tmp: cannot make a scratch directory: %s",
+                         strerror(errno));
     }
     if (read_target(t, l, real, data ? data_real : NULL) < 0 ||
-        replace(&l->config.data_cache_dir, t->scratch) < 0 || plan_load_model(&l->config, &l->layout) < 0)
+        replace(&l->config.data_cache_dir, t->scratch) < 0 ||
+        plan_load_model(&l->config, &l->layout) < 0)
         return -(int)error_kind_now();
     return 0;
 }

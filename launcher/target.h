@@ -12,8 +12,8 @@ struct target {
     char scratch[64]; /* token cache of this command, removed at the end */
 };
 
-/* Finds out what `path` is, reads configuration and model into `l`. `data`: a file to read in place of
- * the run's data, or NULL. ERROR_BUSY when the run is alive. */
+/* Finds out what `path` is, reads configuration and model into `l`. `data`: a file to read in place
+ * of the run's data, or NULL. ERROR_BUSY when the run is alive. */
 int target_open(struct target *target, struct launcher *l, const char *path, const char *data);
 
 /* Runs the job, quietly. */

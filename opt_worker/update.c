@@ -47,7 +47,8 @@ static int update_open(struct update *u, struct worker *w)
     u->decay_blocks = calloc(plan->page_elements / MODEL_BLOCK_ELEMENTS, 1);
     u->no_decay = calloc(plan->no_decay.count + 1, sizeof *u->no_decay);
     if (!u->gradient_frames || !u->decay_blocks || !u->no_decay)
-        return error_set(ERROR_FAILED, "out of memory for %llu pages", (unsigned long long)u->own_pages);
+        return error_set(ERROR_FAILED, "out of memory for %llu pages",
+                         (unsigned long long)u->own_pages);
     for (uint64_t i = 0; i < plan->no_decay.count; i++)
         u->no_decay[i] = plan_texts_get(plan, plan->no_decay, i);
     return 0;
@@ -77,7 +78,8 @@ static int wait_begin(struct update *u)
     return 0;
 }
 
-static int take_descriptor(struct update *u, struct ring *ring, enum ring_id id, struct ring_descriptor *d)
+static int take_descriptor(struct update *u, struct ring *ring, enum ring_id id,
+                           struct ring_descriptor *d)
 {
     int n, rc;
     while ((n = ring_consume(ring, d)) == 0)
@@ -87,7 +89,8 @@ static int take_descriptor(struct update *u, struct ring *ring, enum ring_id id,
         return error_wrap("ring %s", topology_rings[id].name);
     if (d->step != u->step || d->page >= u->w->layout.n_pages ||
         topology_page_owner(d->page, u->w->plan->opt_workers) != u->w->segment.index)
-        return error_set(ERROR_FAILED, "ring %s: page %llu of step %llu where step %llu was expected",
+        return error_set(ERROR_FAILED,
+                         "ring %s: page %llu of step %llu where step %llu was expected",
                          topology_rings[id].name, (unsigned long long)d->page,
                          (unsigned long long)d->step, (unsigned long long)u->step);
     return 0;
@@ -138,7 +141,8 @@ struct page_arrays {
     int has_moments; /* 0: codec ZERO, they are all zero */
 };
 
-static void apply_f32(const struct update *u, const struct adamw_scalars *scalars, const struct page_arrays *a)
+static void apply_f32(const struct update *u, const struct adamw_scalars *scalars,
+                      const struct page_arrays *a)
 {
     const struct page_image_layout *l = a->layout;
     struct adamw_page_f32 page = {
@@ -190,7 +194,8 @@ static struct adamw_scalars scalars_of(const struct step_orders *o)
     };
 }
 
-static void identify(const struct update *u, uint64_t page, uint64_t version, struct page_identity *id)
+static void identify(const struct update *u, uint64_t page, uint64_t version,
+                     struct page_identity *id)
 {
     memcpy(id->run, u->w->plan->run_uuid, sizeof id->run);
     id->page = page;
@@ -198,7 +203,8 @@ static void identify(const struct update *u, uint64_t page, uint64_t version, st
     id->layer = u->w->layout.pages[page].layer;
 }
 
-static int apply_page(struct update *u, const struct step_orders *orders, const struct ring_descriptor *d)
+static int apply_page(struct update *u, const struct step_orders *orders,
+                      const struct ring_descriptor *d)
 {
     const struct segment *s = &u->w->segment;
     const struct model_page *page = &u->w->layout.pages[d->page];
@@ -285,7 +291,8 @@ int update_run(struct worker *w)
     if (rc == 0) {
         worker_ready(w);
         /* the first step to do is the one after the newest commit, which the first order names */
-        while (rc == 0 && (u.step = atomic_load_explicit(&w->orders->begin_step, memory_order_acquire)) == 0)
+        while (rc == 0 &&
+               (u.step = atomic_load_explicit(&w->orders->begin_step, memory_order_acquire)) == 0)
             rc = worker_pause(w, WORKER_WAIT_OTHER);
         for (; rc == 0; u.step++)
             if ((rc = update_step(&u)) < 0)

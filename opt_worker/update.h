@@ -5,8 +5,8 @@
  *     wait      for the launcher's decision: apply with {lr, scale}, or skip
  *     apply     own pages in forward order: image in -> AdamW -> OUT frame, sealed -> WRITEBACK
  *
- * It never changes an input frame. Frames go back through RETURN after their last access. When it dies
- * in the middle, what it wrote so far lies in OUT frames that nobody named in a commit.
+ * It never changes an input frame. Frames go back through RETURN after their last access. When it
+ * dies in the middle, what it wrote so far lies in OUT frames that nobody named in a commit.
  */
 #ifndef OPT_WORKER_UPDATE_H
 #define OPT_WORKER_UPDATE_H

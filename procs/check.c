@@ -16,7 +16,8 @@ void check_set_panic_buffer(char *buffer, size_t bytes)
 _Noreturn void check_failed(const char *file, int line, const char *function, const char *condition)
 {
     char text[512];
-    int n = snprintf(text, sizeof text, "%s:%d: %s: CHECK(%s) failed", file, line, function, condition);
+    int n =
+        snprintf(text, sizeof text, "%s:%d: %s: CHECK(%s) failed", file, line, function, condition);
     if (n > 0 && panic_buffer)
         (void)snprintf(panic_buffer, panic_bytes, "%s", text);
     (void)fprintf(stderr, "%s\n", text);

@@ -5,8 +5,8 @@
  * described here and travel up as negative return values. Programmer errors are CHECK() (check.h).
  *
  * The description lives in one fixed buffer per thread, so that reporting an error never allocates.
- * The function that meets the error calls error_set(); each caller that knows more about the "where"
- * puts that in front with error_wrap() while unwinding; the outermost prints error_text():
+ * The function that meets the error calls error_set(); each caller that knows more about the
+ * "where" puts that in front with error_wrap() while unwinding; the outermost prints error_text():
  *
  *     if (n < want)
  *         return error_set(ERROR_FAILED, "short read: expected %zu bytes, found %zu", want, n);
@@ -24,9 +24,10 @@
 
 enum error_kind {
     ERROR_NONE = 0,
-    ERROR_FAILED = 1,  /* an operation failed: I/O error, damaged store, a worker that died too often */
-    ERROR_USER = 2,    /* anything the user supplied: command line, TOML, model, tokenizer, data */
-    ERROR_FIT = 3,     /* does not fit: RAM, VRAM, /dev/shm, disk; found before anything was written */
+    ERROR_FAILED =
+        1, /* an operation failed: I/O error, damaged store, a worker that died too often */
+    ERROR_USER = 2, /* anything the user supplied: command line, TOML, model, tokenizer, data */
+    ERROR_FIT = 3,  /* does not fit: RAM, VRAM, /dev/shm, disk; found before anything was written */
     ERROR_STOPPED = 4, /* stopped on request, resumable */
     ERROR_BUSY = 5,    /* the run is in use by a live process */
 };

@@ -28,8 +28,8 @@ int threads_open(struct threads **threads, uint32_t count);
 void threads_close(struct threads *threads);
 uint32_t threads_count(const struct threads *threads);
 
-/* Counts up with each item that the calling thread does: one operation on a large model may last longer
- * than a watchdog waits for a main loop to turn. */
+/* Counts up with each item that the calling thread does: one operation on a large model may last
+ * longer than a watchdog waits for a main loop to turn. */
 void threads_set_heartbeat(struct threads *threads, _Atomic uint64_t *heartbeat);
 
 /* Runs work(context, item, thread) once for each item; returns when all are done. */

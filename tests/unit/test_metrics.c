@@ -31,9 +31,11 @@ static void bytes_that_are_no_utf8_are_replaced(void **state)
 {
     (void)state;
     quoted_is("\x80", "\"\\ufffd\"");
-    quoted_is("a\xff" "b", "\"a\\ufffdb\"");
+    quoted_is("a\xff"
+              "b",
+              "\"a\\ufffdb\"");
     quoted_is("\xe2\x82", "\"\\ufffd\\ufffd\""); /* cut off in a character */
-    quoted_is("\xe2\"", "\"\\ufffd\\\"\"");     /* and before a byte that needs escaping */
+    quoted_is("\xe2\"", "\"\\ufffd\\\"\"");      /* and before a byte that needs escaping */
     quoted_is("\xed\xa0\x80", "\"\\ufffd\\ufffd\\ufffd\""); /* a surrogate */
 }
 
