@@ -322,6 +322,30 @@ def a_killed_launcher_takes_everything_with_it(t):
 
 
 @test
+def any_start_sweeps_the_sockets_of_killed_launchers(t):
+    """Only where nobody listens, and only what is older than any start takes."""
+    killed = long_run(t)
+    with killed.start() as b:
+        b.wait_committed(1)
+        sockets = sockets_of(b)
+        b.signal(signal.SIGKILL)
+        b.wait(10)
+    with tiny_run(t.dir, "alive", training={"steps": 100000}).start() as alive:
+        alive.wait_committed(1)
+        listening = sockets_of(alive)
+        check(sockets and listening, "both have a socket directory")
+        tiny_run(t.dir, "early").ok()
+        check(sockets <= socket_dirs(), "a young directory is left alone")
+        for directory in sockets | listening:
+            os.utime(os.path.join("/tmp", directory), (time.time() - 3600,) * 2)
+        tiny_run(t.dir, "late").ok()
+        equal(sockets & socket_dirs(), set(), "socket directories of the killed launcher")
+        check(listening <= socket_dirs(), "the directory of a live launcher stays")
+        alive.signal(signal.SIGINT)
+        equal(alive.wait(10), STOPPED, "status of the live run")
+
+
+@test
 def a_frozen_worker_ends_with_the_launcher(t):
     """It can look at nothing and answer nothing; the kernel must end it, or the launcher."""
     run = long_run(t)
