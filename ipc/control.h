@@ -62,7 +62,6 @@ struct launcher_control {
     _Atomic uint64_t evaluate_request; /* number of evaluations asked for */
     _Atomic uint64_t generate_request; /* number of generations asked for */
     _Atomic uint64_t export_step;      /* export the version of this step */
-    _Atomic uint32_t abort_gen;        /* a survivor of this generation must reach a boundary */
     struct step_orders orders[PLAN_SLACK_STEPS];
 };
 
@@ -126,7 +125,7 @@ struct worker_control {
     struct step_result results[PLAN_SLACK_STEPS];
 
     /* opt */
-    _Atomic uint64_t norm_step, applied_step;
+    _Atomic uint64_t norm_step;
     _Atomic uint64_t pages_updated;
 
     /* io */

@@ -274,7 +274,6 @@ static int update_step(struct update *u)
         skip(u);
     else if ((rc = apply(u, &orders)) < 0)
         return rc;
-    atomic_store_explicit(&u->w->self->applied_step, u->step, memory_order_release);
     return 0;
 }
 
