@@ -34,6 +34,8 @@ struct gpu {
     uint64_t step;      /* being computed, or last computed */
     uint64_t sweeps;    /* forward-only sweeps requested so far */
     uint64_t flip_step; /* tests: one gradient bit is flipped in this step; 0 = never */
+    uint32_t flip_bit;
+    const char *flip_once; /* only if this file can be created; NULL: always */
 };
 
 /* Takes all pages of a visit into the device's weight buffers, in order, and gives the frames back.

@@ -1,10 +1,14 @@
 #include "gpu_worker/schedule.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "gpu_worker/gpu.h"
+#include "ipc/page_image.h"
 #include "procs/check.h"
 #include "procs/clock.h"
 #include "procs/error.h"
@@ -19,9 +23,27 @@ uint64_t gpu_request_sweep(struct gpu *g)
     return g->sweeps;
 }
 
-static void give_back(struct ring *ring, const struct ring_descriptor *d)
+static int give_back(struct ring *ring, const struct ring_descriptor *d)
 {
-    CHECK(ring_publish(ring, d) == 0); /* a RETURN ring is as deep as what can be lent */
+    int rc = ring_publish(ring, d);
+    CHECK(rc != -EAGAIN); /* a RETURN ring is as deep as what can be lent */
+    return rc;
+}
+
+/* The payload of a borrowed frame as io_worker hashed it. */
+static int check_frame(const struct gpu *g, const char *what, const struct ring_descriptor *d,
+                       const void *frame, uint64_t bytes)
+{
+    if (!g->w->plan->frame_hashes)
+        return 0;
+    uint64_t found = page_image_digest(frame, bytes).low;
+    if (found == d->hash)
+        return 0;
+    return error_set(ERROR_DAMAGED,
+                     "%s of page %llu in step %llu: hash: expected %016llx, found %016llx: memory "
+                     "was changed after it was filled",
+                     what, (unsigned long long)d->page, (unsigned long long)d->step,
+                     (unsigned long long)d->hash, (unsigned long long)found);
 }
 
 /* Copies one page into its place in the buffer of its source. */
@@ -30,12 +52,13 @@ static int load_page(struct gpu *g, const struct visit *visit, const struct ring
     const struct model_page *page = &g->w->layout.pages[d->page];
     uint64_t source = page->layer == visit->sources[0] ? 0 : 1;
     const void *frame = segment_frame(&g->w->segment, REGION_WEIGHTS_POOL, 0, d->frame);
+    if (check_frame(g, "weights", d, frame, page->elements * (g->w->plan->bf16 ? 2 : 4)) < 0)
+        return -(int)error_kind_now();
     g->device->ops->load(g->device, device_at(g->device, g->buffers.weights[source], page->offset),
                          frame, g->w->plan->bf16 ? DEVICE_HOST_BF16 : DEVICE_HOST_F32,
                          page->elements);
     g->device->ops->synchronize(g->device); /* before RETURN: the frame may be reused at once */
-    give_back(&g->weights_return, d);
-    return 0;
+    return give_back(&g->weights_return, d);
 }
 
 static int check_weights(const struct ring_descriptor *d, enum sweep_kind kind, uint64_t number,
@@ -44,7 +67,7 @@ static int check_weights(const struct ring_descriptor *d, enum sweep_kind kind, 
     if (d->kind == (uint32_t)kind && d->step == number && d->visit == visit && d->page == page)
         return 0;
     return error_set(
-        ERROR_FAILED,
+        ERROR_DAMAGED,
         "ring WEIGHTS: expected page %llu for visit %llu of %s %llu, found page %llu for "
         "visit %llu of %s %llu",
         (unsigned long long)page, (unsigned long long)visit, kind == SWEEP_STEP ? "step" : "sweep",
@@ -85,20 +108,22 @@ int gpu_take_microbatch(struct gpu *g, enum microbatch_kind kind, uint64_t slot,
         return error_wrap("ring MICROBATCH");
     if (d.kind != (uint32_t)kind ||
         (kind == MICROBATCH_TRAIN && (d.step != g->step || d.page != slot)))
-        return error_set(ERROR_FAILED,
+        return error_set(ERROR_DAMAGED,
                          "ring MICROBATCH: found kind %u number %llu of step %llu in step %llu",
                          d.kind, (unsigned long long)d.page, (unsigned long long)d.step,
                          (unsigned long long)g->step);
     uint64_t n = g->buffers.batch_elements;
     const int32_t *frame = segment_frame(&g->w->segment, REGION_MICROBATCH_POOL, 0, d.frame);
+    if (check_frame(g, "tokens", &d, frame, 4 * n * sizeof(int32_t)) < 0)
+        return -(int)error_kind_now();
     g->device->ops->copy_in(g->device, g->buffers.batch + slot * 4 * n, frame,
                             4 * n * sizeof(int32_t));
     for (uint64_t i = 0; i < n; i++)
         *labelled += frame[n + i] >= 0;
     g->device->ops->synchronize(g->device);
-    give_back(&g->microbatch_return, &d);
+    rc = give_back(&g->microbatch_return, &d);
     worker_bell(g->w, ROLE_IO, 0);
-    return 0;
+    return rc;
 }
 
 void gpu_head(const struct gpu *g, struct layers_head *head)
@@ -147,17 +172,38 @@ static int take_frame(struct gpu *g, uint32_t *frame)
     }
 }
 
-/* Tests only: shows that the equality tests notice one changed bit. */
+/* Tests only, by MTLAUNCH_FLIP_GRADIENT=step[:bit[:path]]: shows that the equality tests notice one
+ * changed bit, and plays the memory or processor that fails once. */
+static void arm_flip(struct gpu *g)
+{
+    char *end = NULL;
+    const char *text = getenv("MTLAUNCH_FLIP_GRADIENT");
+    g->flip_bit = 21;
+    if (!text)
+        return;
+    g->flip_step = strtoull(text, &end, 10);
+    if (*end == ':')
+        g->flip_bit = (uint32_t)strtoul(end + 1, &end, 10) % 32;
+    if (*end == ':')
+        g->flip_once = end + 1;
+}
+
 static void flip_bit(const struct gpu *g, uint64_t page, float *frame)
 {
     uint32_t bits;
     uint64_t i = 0, last = g->w->layout.pages[page].elements - 1;
     if (g->step != g->flip_step || page != 0)
         return;
+    if (g->flip_once) {
+        int fd = open(g->flip_once, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
+        if (fd < 0)
+            return;
+        (void)close(fd);
+    }
     while (i < last && frame[i] == 0.0f)
         i++; /* a bit of 0 would make a denormal, and those count as zero */
     memcpy(&bits, frame + i, sizeof bits);
-    bits ^= 1u << 21;
+    bits ^= 1u << g->flip_bit;
     memcpy(frame + i, &bits, sizeof bits);
 }
 
@@ -168,16 +214,19 @@ static int publish_gradients(struct gpu *g, uint32_t layer)
     for (uint64_t p = l->first_page; p < l->first_page + l->n_pages; p++) {
         const struct model_page *page = &g->w->layout.pages[p];
         uint32_t owner = topology_page_owner(p, g->w->plan->opt_workers);
-        struct ring_descriptor d = {
-            .page = p, .step = g->step, .bytes = page->elements * sizeof(float)};
+        uint64_t bytes = page->elements * sizeof(float);
+        struct ring_descriptor d = {.page = p, .step = g->step};
         int rc = take_frame(g, &d.frame);
         if (rc < 0)
             return rc;
         float *frame = segment_frame(&g->w->segment, REGION_GRADIENT_POOL, 0, d.frame);
-        g->device->ops->copy_out(g->device, frame, g->buffers.gradients + page->offset, d.bytes);
+        g->device->ops->copy_out(g->device, frame, g->buffers.gradients + page->offset, bytes);
         g->device->ops->synchronize(g->device);
         flip_bit(g, p, frame);
-        CHECK(ring_publish(&g->gradient[owner], &d) == 0); /* as deep as its pool */
+        if (g->w->plan->frame_hashes)
+            d.hash = page_image_digest(frame, bytes).low;
+        if ((rc = give_back(&g->gradient[owner], &d)) < 0) /* as deep as its pool */
+            return rc;
         worker_bell(g->w, ROLE_OPT, owner);
     }
     return 0;
@@ -422,9 +471,21 @@ static int open_layers(struct gpu *g)
     return layers_init(&g->layers, g->device, &g->w->layout, &shape);
 }
 
+/* A generation begins: rings at 0, every GRADIENT frame free, no step. */
 static void open_rings(struct gpu *g)
 {
     const struct segment *s = &g->w->segment;
+    struct worker_control *self = g->w->self;
+    uint64_t frames = g->w->plan->pools[REGION_GRADIENT_POOL].frames;
+    for (g->n_free = 0; g->n_free < frames; g->n_free++)
+        g->free_frames[g->n_free] = (uint32_t)(frames - 1 - g->n_free);
+    g->step = g->sweeps = 0;
+    /* relaxed: READY releases them */
+    atomic_store_explicit(&self->forward_step, 0, memory_order_relaxed);
+    atomic_store_explicit(&self->backward_step, 0, memory_order_relaxed);
+    atomic_store_explicit(&self->sweep_request, 0, memory_order_relaxed);
+    atomic_store_explicit(&self->evaluated, 0, memory_order_relaxed);
+    atomic_store_explicit(&self->generated, 0, memory_order_relaxed);
     segment_ring(s, RING_WEIGHTS, 0, &g->weights);
     segment_ring(s, RING_WEIGHTS_RETURN, 0, &g->weights_return);
     segment_ring(s, RING_MICROBATCH, 0, &g->microbatch);
@@ -440,19 +501,13 @@ static void open_rings(struct gpu *g)
 static int gpu_open(struct gpu *g, struct worker *w)
 {
     const struct plan *plan = w->plan;
-    const char *flip = getenv("MTLAUNCH_FLIP_GRADIENT");
     memset(g, 0, sizeof *g);
     g->w = w;
-    g->flip_step = flip ? strtoull(flip, NULL, 10) : 0;
+    arm_flip(g);
     uint64_t frames = plan->pools[REGION_GRADIENT_POOL].frames;
     g->free_frames = calloc(frames + 1, sizeof *g->free_frames);
     if (!g->free_frames)
         return error_set(ERROR_FAILED, "out of memory");
-    while (g->n_free < frames) {
-        g->free_frames[g->n_free] = (uint32_t)(frames - 1 - g->n_free);
-        g->n_free++;
-    }
-    open_rings(g);
     if (device_cpu_open(&g->device, plan->bf16 ? DEVICE_BF16 : DEVICE_F32, plan->threads) < 0)
         return -(int)error_kind_now();
     device_cpu_set_heartbeat(g->device, &w->self->heartbeat);
@@ -500,6 +555,20 @@ static int serve(struct gpu *g)
     return 0;
 }
 
+/* The requests of one generation, until something ends them. */
+static int serve_generation(struct gpu *g)
+{
+    int rc = worker_wait_running(g->w);
+    while (rc >= 0) {
+        worker_operation(g->w, OPERATION_COMPUTE);
+        rc = serve(g);
+        worker_operation(g->w, OPERATION_IDLE);
+        if (rc == 0)
+            rc = worker_pause(g->w, WORKER_WAIT_OTHER);
+    }
+    return rc;
+}
+
 int schedule_run(struct worker *w)
 {
     struct gpu g;
@@ -507,12 +576,15 @@ int schedule_run(struct worker *w)
     if (rc < 0)
         return rc;
     rc = gpu_open(&g, w);
-    if (rc == 0)
-        worker_ready(w);
     while (rc >= 0) {
-        rc = serve(&g);
-        if (rc == 0)
-            rc = worker_pause(w, WORKER_WAIT_OTHER);
+        open_rings(&g);
+        worker_ready(w);
+        rc = serve_generation(&g);
+        if (rc == -ERROR_ABANDONED) {
+            worker_operation(w, OPERATION_STOP);
+            g.device->ops->synchronize(g.device); /* copies still read and write frames */
+            rc = worker_rejoin(w);
+        }
     }
     gpu_close(&g);
     return rc;

@@ -28,9 +28,11 @@ void exporter_close(struct io *io)
     free(io->exporter.pinned);
 }
 
-int exporter_begin(struct io *io, const char *out)
+int exporter_begin(struct io *io, const char *out, uint64_t step)
 {
     struct exporter *e = &io->exporter;
+    const struct page_entry *table =
+        step == io->newest.facts.step ? io->tables.committed : io->tables.anchor;
     const char *folder = plan_text_get(io->plan, io->plan->model_dir);
     struct export_config config = {
         .layout = io->layout,
@@ -41,7 +43,7 @@ int exporter_begin(struct io *io, const char *out)
         .weights_folder = io->plan->weights == PLAN_WEIGHTS_RANDOM ? NULL : folder,
         .out = out,
         .dtype = io->plan->checkpoint.export_dtype,
-        .step = io->newest.facts.step,
+        .step = step,
     };
     if (export_open(&e->export, &config) < 0) {
         if (io->plan->mode == PLAN_TRAIN)
@@ -50,8 +52,8 @@ int exporter_begin(struct io *io, const char *out)
                 (unsigned long long)config.step);
         return -(int)error_kind_now();
     }
-    memcpy(e->pinned, io->committed, io->layout->n_pages * sizeof *e->pinned);
-    e->step = io->newest.facts.step;
+    memcpy(e->pinned, table, io->layout->n_pages * sizeof *e->pinned);
+    e->step = step;
     e->page = 0;
     e->reading = e->landed = 0;
     return 0;

@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "procs/clock.h"
 #include "procs/error.h"
 #include "procs/fault.h"
 
@@ -14,12 +15,19 @@ static int take_export_order(struct io *io)
     if (exporter_busy(io) ||
         step <= atomic_load_explicit(&io->w->self->exported_step, memory_order_relaxed))
         return 0;
-    if (step != io->newest.facts.step)
-        return 0; /* not committed here yet, or ordered before a restart and done again */
+    if (step > io->newest.facts.step)
+        return 0; /* not committed yet */
+    /* ordered from a predecessor that died after the next commit: that step is still the anchor */
+    if (step < io->newest.facts.step && step != io->tables.state.step[TABLE_ANCHOR])
+        return error_set(ERROR_DAMAGED,
+                         "export of step %llu: the store is at step %llu, read back "
+                         "from step %llu on",
+                         (unsigned long long)step, (unsigned long long)io->newest.facts.step,
+                         (unsigned long long)io->tables.state.step[TABLE_ANCHOR]);
     (void)snprintf(out, sizeof out, "%s/step-%llu",
                    plan_text_get(io->plan, io->plan->checkpoint.export_dir),
                    (unsigned long long)step);
-    return exporter_begin(io, out) < 0 ? -(int)error_kind_now() : 1;
+    return exporter_begin(io, out, step) < 0 ? -(int)error_kind_now() : 1;
 }
 
 static int export_turn(struct io *io)
@@ -47,23 +55,63 @@ static int reason(const struct io *io)
     return io->apply_step > complete ? RING_WRITEBACK : WORKER_WAIT_OTHER;
 }
 
+/* The watchdog judges a request by its age: which is the oldest, and since when. Once a second. */
+static void tell_oldest_request(struct io *io)
+{
+    struct worker_control *self = io->w->self;
+    uint64_t now = clock_now_ns();
+    if (!io->engine || now - io->oldest_told_ns < 1000000000u)
+        return;
+    io->oldest_told_ns = now;
+    const struct io_request *oldest = engine_oldest(io->engine);
+    if (oldest && now - oldest->submitted_ns > 1000000000u)
+        engine_request_describe(io->engine, oldest, self->oldest_io, sizeof self->oldest_io);
+    atomic_store_explicit(&self->oldest_io_ns, oldest ? oldest->submitted_ns : 0,
+                          memory_order_release);
+}
+
+static int one_turn(struct io *io)
+{
+    worker_operation(io->w, OPERATION_PAGE);
+    int rc = pager_turn(io), exported = 0;
+    if (rc >= 0 && io->plan->mode == PLAN_TRAIN) {
+        if (exporter_busy(io))
+            worker_operation(io->w, OPERATION_EXPORT);
+        exported = export_turn(io);
+    }
+    if (exported < 0)
+        rc = exported;
+    tell_oldest_request(io);
+    if (rc == 0 && exported == 0)
+        return worker_pause(io->w, reason(io));
+    return rc < 0 ? rc : worker_check(io->w);
+}
+
+/* The work of one generation, until something ends it. */
+static int serve_generation(struct io *io)
+{
+    int rc = worker_wait_running(io->w);
+    while (rc >= 0)
+        rc = one_turn(io);
+    return rc;
+}
+
 static int serve(struct io *io)
 {
     int rc = pager_open(io);
-    if (rc < 0)
-        return rc;
     if (io->engine)
         io->w->event_fd = engine_event_fd(io->engine);
-    worker_ready(io->w);
     while (rc >= 0) {
-        rc = pager_turn(io);
-        int done = rc;
-        if (rc >= 0 && io->plan->mode == PLAN_TRAIN)
-            rc = export_turn(io);
-        if (rc == 0 && done == 0)
-            rc = worker_pause(io->w, reason(io));
-        else if (rc >= 0)
-            rc = worker_check(io->w);
+        if ((rc = pager_begin(io)) < 0)
+            break;
+        worker_ready(io->w);
+        rc = serve_generation(io);
+        if (rc != -ERROR_ABANDONED)
+            break;
+        worker_operation(io->w, OPERATION_STOP);
+        rc = takeover_keep(io);
+        if (rc >= 0)
+            rc = worker_rejoin(io->w);
     }
     return rc;
 }

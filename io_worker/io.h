@@ -3,7 +3,8 @@
  *
  *     start.c    data, store, import or recovery, first weights: everything before READY
  *     pager.c    the steady state: microbatches, weights, state, write-back, commit
- *     read_back.c the newest commit read back before a skipped step is committed
+ *     read_back.c the newest commit read back where no update reads it in time
+ *     takeover.c  what is kept when a worker dies: by this process, or from a dead predecessor
  *     exporter.c a Hugging Face folder out of one pinned version, a page at a time between other
  * work offline.c  digest and export commands
  *
@@ -19,6 +20,7 @@
 #include "io_worker/commit.h"
 #include "io_worker/data.h"
 #include "io_worker/export.h"
+#include "io_worker/page_tables.h"
 #include "io_worker/slots.h"
 #include "io_worker/store.h"
 #include "ipc/worker.h"
@@ -32,7 +34,10 @@ struct frame_io {
     struct io *io;
     uint64_t page;
     uint32_t lane, frame;
-    int ready; /* STATE: read and its header verified */
+    int ready;         /* STATE: read and its header verified */
+    int reads;         /* STATE: times this page was read into this frame */
+    int after_commit;  /* STATE: submitted after the flush of the newest commit, which names it */
+    uint32_t lent_out; /* STATE: the OUT frame lent with it */
 };
 
 /* The traffic with one opt_worker. Ranks count its own pages in forward order. */
@@ -43,10 +48,11 @@ struct lane {
     struct frame_io *in, *out;
     uint32_t *free_in, *free_out; /* stacks */
     uint64_t n_free_in, n_free_out;
-    uint32_t *in_of_rank;   /* [rank % frames_max]: the STATE frame that holds it */
-    uint64_t read_rank;     /* next to read from the store */
-    uint64_t lend_rank;     /* next to lend */
-    uint64_t done_rank;     /* image frames given back */
+    uint32_t *in_of_rank; /* [rank % frames_max]: the STATE frame that holds it */
+    uint64_t read_rank;   /* next to read from the store */
+    uint64_t lend_rank;   /* next to lend */
+    uint32_t *again;      /* STATE frames that are being read a second time */
+    uint64_t n_again;
     double read_s, apply_s; /* moving averages for prediction; seconds a page */
     uint64_t last_writeback_ns;
 };
@@ -88,7 +94,7 @@ struct io {
     const char **directories;
     struct engine_region regions[2 * OPT_WORKERS_MAX + 2];
 
-    struct page_entry *anchor, *committed, *forming; /* PAGE_TABLE */
+    struct page_tables tables; /* PAGE_TABLE */
     struct readback readback;
     uint64_t *readback_bits;
 
@@ -104,6 +110,7 @@ struct io {
     struct visits visits, forward_visits;
     struct cursor step_cursor, sweep_cursor;
     uint64_t *weights_version; /* (n_pages): version in the frame */
+    uint64_t *weights_hash;    /* (n_pages): low word of its digest */
     uint32_t *weights_lent;    /* (n_pages): times lent now */
     uint64_t n_lent;           /* their sum; at most what WEIGHTS_RETURN holds */
 
@@ -114,11 +121,12 @@ struct io {
     uint64_t pages_back;    /* written back by opt workers */
     uint64_t pages_written; /* and durable as far as the engine knows */
     uint64_t base_version;  /* version of the pages that step apply_step + 1 computes with */
-    struct commit_facts facts;
+    int reads_may_begin;    /* the complete version may be read for the next apply */
 
     struct exporter exporter;
     struct read_back read_back;
-    int failed; /* a completion callback met an error, which is set */
+    uint64_t oldest_told_ns; /* when oldest_io was last looked at */
+    int failed;              /* a completion callback met an error, which is set */
 };
 
 /* Until told to leave, or an error; or, in the modes without training, until done. */
@@ -145,10 +153,26 @@ uint64_t pager_weights_bytes(const struct io *io, uint64_t page);
 /* `page` of the newest commit was read since its flush, and every byte compared. */
 void pager_mark_read_back(struct io *io, uint64_t page);
 
+/* A generation begins: everything is where the newest complete step left it, nothing is lent. */
+int pager_begin(struct io *io);
+/* What the launcher goes on from, told in the control page. */
+void pager_announce_resume(struct io *io);
+
+/* takeover.c */
+/* 1: this process takes the place of one that died, and shared memory holds what it left. */
+int takeover_due(const struct io *io);
+/* Page tables and WEIGHTS frames of a dead predecessor: 0, or ERROR_DAMAGED. */
+int takeover_adopt(struct io *io);
+/* Another worker died: waits for all transfers, forgets the step being applied, reads back into
+ * WEIGHTS what it had already replaced. 0, or negative. */
+int takeover_keep(struct io *io);
+/* Compute weights of the complete version into the page's frame, verified. */
+int takeover_load(struct io *io, uint64_t page);
+
 /* read_back.c */
 int read_back_open(struct io *io);
 void read_back_close(struct io *io);
-/* 1: the skipped step at hand must not be committed before the newest commit is read back. */
+/* 1: the newest commit must be read back explicitly before what comes next. */
 int read_back_needed(const struct io *io);
 /* One turn: 1 something was done, 0 nothing to do now, negative. */
 int read_back_turn(struct io *io);
@@ -156,8 +180,9 @@ int read_back_turn(struct io *io);
 /* exporter.c */
 int exporter_open(struct io *io);
 void exporter_close(struct io *io);
-/* Starts exporting the committed version into `out`. */
-int exporter_begin(struct io *io, const char *out);
+/* Starts exporting the version of `step` into `out`: that of the newest commit, or of the anchor.
+ */
+int exporter_begin(struct io *io, const char *out, uint64_t step);
 /* One turn: 1 something was done, 0 nothing to do now, negative. */
 int exporter_turn(struct io *io);
 static inline int exporter_busy(const struct io *io)

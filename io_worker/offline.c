@@ -28,11 +28,11 @@ int offline_digest(struct io *io)
     struct page_digest weights;
     if (open_ready_store(io) < 0)
         return -(int)error_kind_now();
-    if (store_verify(io->store, &io->newest, io->committed, on_damage, io) < 0 ||
-        store_weights_hash(io->store, io->committed, &weights) < 0)
+    if (store_verify(io->store, &io->newest, io->tables.complete, on_damage, io) < 0 ||
+        store_weights_hash(io->store, io->tables.complete, &weights) < 0)
         return -(int)error_kind_now();
     struct page_digest state =
-        commit_state_hash(&io->newest.facts, io->committed, io->layout->n_pages);
+        commit_state_hash(&io->newest.facts, io->tables.complete, io->layout->n_pages);
     self->resume_step = io->newest.facts.step;
     memcpy(self->state_hash[0], &state, sizeof state);
     memcpy(self->weights_hash, &weights, sizeof weights);
@@ -43,9 +43,10 @@ int offline_export(struct io *io)
 {
     int rc = open_ready_store(io);
     if (rc == 0)
-        rc = store_recover(io->store, &io->newest, io->committed, NULL);
+        rc = store_recover(io->store, &io->newest, io->tables.complete, NULL);
     if (rc == 0)
-        rc = exporter_begin(io, plan_text_get(io->plan, io->plan->checkpoint.export_dir));
+        rc = exporter_begin(io, plan_text_get(io->plan, io->plan->checkpoint.export_dir),
+                            io->newest.facts.step);
     io->w->self->resume_step = io->newest.facts.step;
     while (rc == 0 && exporter_busy(io)) {
         worker_progress(io->w, ACTIVITY_EXPORTING, io->exporter.page, io->layout->n_pages);

@@ -6,13 +6,15 @@
  * step whose gradients come next, images are read ahead from the newest commit, lent in forward
  * order once the launcher has decided, and come back one version on.
  *
- * Reading ahead starts only after the newest commit is durable: these reads are also its read-back
- * (slots.h), and count as such only when they were submitted after its flush.
+ * Reading ahead for the next apply starts when a step is complete, or, where that step is to be
+ * committed, when it is durable: these reads are also the commit's read-back (slots.h), and count
+ * as such only when they were submitted after its flush.
  *
  * How far ahead: `prefetch` pages per worker; "predict" reads as many as keep the worker busy while
  * one is read (read time over update time, moving averages) plus one, within the pool.
  */
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -21,6 +23,7 @@
 #include "procs/clock.h"
 #include "procs/error.h"
 #include "procs/fault.h"
+#include "procs/log.h"
 
 uint64_t pager_weights_bytes(const struct io *io, uint64_t page)
 {
@@ -64,6 +67,10 @@ static int publish_microbatch(struct io *io, struct ring_descriptor *d, enum dat
     int32_t *frame = segment_frame(&io->w->segment, REGION_MICROBATCH_POOL, 0, d->frame);
     if (fill_microbatch(io, set, first, count, frame) < 0)
         return -(int)error_kind_now();
+    if (io->plan->frame_hashes)
+        d->hash = page_image_digest(frame,
+                                    microbatch_bytes(io->plan->micro_batch_size, io->plan->seq_len))
+                      .low;
     CHECK(ring_publish(&io->microbatch, d) == 0); /* as deep as its pool */
     return 1;
 }
@@ -141,7 +148,7 @@ static int lend_weights(struct io *io, const struct visits *vs, struct cursor *c
     d.page = visit_page(io->layout, visit, c->k);
     d.frame = (uint32_t)d.page;
     d.version = io->weights_version[d.page];
-    d.bytes = pager_weights_bytes(io, d.page);
+    d.hash = io->weights_hash[d.page];
     int rc = ring_publish(&io->weights, &d);
     if (rc < 0)
         return rc == -EAGAIN ? 0 : error_wrap("ring WEIGHTS");
@@ -223,12 +230,34 @@ static int lend(struct io *io)
 
 /* -- STATE -- */
 
+static void submit_state_read(struct io *io, struct frame_io *f);
+
+/* What was read is not what the table says: once more, then it is damage. */
+static void bad_state(struct io *io, struct frame_io *f)
+{
+    const struct page_entry *entry = &io->tables.complete[f->page];
+    struct page_image_layout layout;
+    if (f->reads < 2) {
+        log_line(LOG_WARN, "%s, offset %llu: page %llu was read wrongly; reading it once more",
+                 store_file_path(io->store, f->request.file), (unsigned long long)f->request.offset,
+                 (unsigned long long)f->page);
+        submit_state_read(io, f);
+        return;
+    }
+    store_page_layout(io->store, f->page, &layout);
+    io->failed =
+        store_verify_image(io->store, entry, f->request.buffer) < 0
+            ? error_as(ERROR_DAMAGED)
+            : error_set(ERROR_DAMAGED, "page %llu: opt_worker %u finds damage that is not there",
+                        (unsigned long long)f->page, f->lane);
+}
+
 static void on_state_read(struct io_request *request, int result)
 {
     struct frame_io *f = request->context;
     struct io *io = f->io;
     struct lane *lane = &io->lanes[f->lane];
-    const struct page_entry *entry = &io->committed[f->page];
+    const struct page_entry *entry = &io->tables.complete[f->page];
     struct page_image_layout layout;
     struct page_identity identity;
     if (result < 0) {
@@ -239,22 +268,30 @@ static void on_state_read(struct io_request *request, int result)
     store_page_identity(io->store, f->page, entry->version, &identity);
     const struct page_image_header *header = request->buffer;
     /* the parts' bytes are compared with these digests by the opt_worker, where they are used */
-    if (page_image_verify_header(header, &layout, &identity) < 0) {
-        io->failed = error_wrap("%s, offset %llu", store_file_path(io->store, request->file),
-                                (unsigned long long)request->offset);
-        return;
-    }
-    if (memcmp(header->digest, entry->digest, sizeof entry->digest) != 0) {
-        io->failed =
-            error_set(ERROR_FAILED, "%s, offset %llu: page %llu is not the one that was committed",
-                      store_file_path(io->store, request->file),
-                      (unsigned long long)request->offset, (unsigned long long)f->page);
+    if (page_image_verify_header(header, &layout, &identity) < 0 ||
+        memcmp(header->digest, entry->digest, sizeof entry->digest) != 0) {
+        bad_state(io, f);
         return;
     }
     double seconds = clock_seconds_since(request->submitted_ns);
     lane->read_s = lane->read_s > 0.0 ? 0.75 * lane->read_s + 0.25 * seconds : seconds;
     atomic_fetch_add_explicit(&io->w->self->bytes_read, request->bytes, memory_order_relaxed);
     f->ready = 1;
+}
+
+/* The depth of the engine covers all frames. */
+static void submit_state_read(struct io *io, struct frame_io *f)
+{
+    const struct page_entry *entry = &io->tables.complete[f->page];
+    struct page_image_layout layout;
+    store_page_layout(io->store, f->page, &layout);
+    f->request.buffer = segment_frame(&io->w->segment, REGION_STATE_POOL, f->lane, f->frame);
+    f->request.bytes = page_image_bytes(&layout, (enum page_codec)entry->codec);
+    store_request_page(io->store, &f->request, IO_READ, f->page, entry->slot);
+    f->ready = 0;
+    f->reads++;
+    f->after_commit = order(&io->w->self->committed_step) == order(&io->w->self->complete_step);
+    CHECK(engine_submit(io->engine, &f->request) == ENGINE_ACCEPTED);
 }
 
 /* Pages to have read or in flight beyond those lent. */
@@ -273,19 +310,40 @@ static int read_ahead(struct io *io, uint32_t l)
     struct lane *lane = &io->lanes[l];
     int done = 0;
     while (lane->read_rank < lane->own_pages && lane->n_free_in &&
-           lane->read_rank - lane->lend_rank < depth_of(io, lane)) {
-        struct frame_io *f = &lane->in[lane->free_in[lane->n_free_in - 1]];
-        struct page_image_layout layout;
+           lane->read_rank - lane->lend_rank < depth_of(io, lane) &&
+           engine_in_flight(io->engine) < io->engine_depth) {
+        struct frame_io *f = &lane->in[lane->free_in[--lane->n_free_in]];
         f->page = page_of(io, l, lane->read_rank);
-        store_page_layout(io->store, f->page, &layout);
-        f->request.buffer = segment_frame(&io->w->segment, REGION_STATE_POOL, l, f->frame);
-        f->request.bytes = page_image_bytes(&layout, (enum page_codec)io->committed[f->page].codec);
-        store_request_page(io->store, &f->request, IO_READ, f->page, io->committed[f->page].slot);
-        f->ready = 0;
-        if (engine_submit(io->engine, &f->request) != ENGINE_ACCEPTED)
-            break;
-        lane->n_free_in--;
+        f->reads = 0;
+        submit_state_read(io, f);
         lane->in_of_rank[lane->read_rank++ % lane->frames_max] = f->frame;
+        done++;
+    }
+    return done;
+}
+
+static void lend_image(struct io *io, struct lane *lane, struct frame_io *f)
+{
+    struct ring_descriptor d = {.frame = f->frame,
+                                .out_frame = f->lent_out,
+                                .page = f->page,
+                                .version = io->tables.complete[f->page].version,
+                                .step = io->apply_step};
+    CHECK(ring_publish(&lane->state, &d) == 0); /* as deep as its pool */
+}
+
+/* Images that the opt_worker found damaged, read a second time. */
+static int lend_again(struct io *io, struct lane *lane)
+{
+    int done = 0;
+    for (uint64_t i = 0; i < lane->n_again;) {
+        struct frame_io *f = &lane->in[lane->again[i]];
+        if (!f->ready) {
+            i++;
+            continue;
+        }
+        lend_image(io, lane, f);
+        lane->again[i] = lane->again[--lane->n_again];
         done++;
     }
     return done;
@@ -294,18 +352,13 @@ static int read_ahead(struct io *io, uint32_t l)
 static int lend_state(struct io *io, uint32_t l)
 {
     struct lane *lane = &io->lanes[l];
-    int done = 0;
+    int done = lend_again(io, lane);
     while (lane->lend_rank < lane->read_rank && lane->n_free_out) {
         struct frame_io *f = &lane->in[lane->in_of_rank[lane->lend_rank % lane->frames_max]];
         if (!f->ready)
             break;
-        struct ring_descriptor d = {.frame = f->frame,
-                                    .out_frame = lane->free_out[--lane->n_free_out],
-                                    .page = f->page,
-                                    .version = io->committed[f->page].version,
-                                    .step = io->apply_step,
-                                    .bytes = f->request.bytes};
-        CHECK(ring_publish(&lane->state, &d) == 0); /* as deep as its pool */
+        f->lent_out = lane->free_out[--lane->n_free_out];
+        lend_image(io, lane, f);
         lane->lend_rank++;
         done++;
     }
@@ -335,10 +388,10 @@ static uint32_t choose_slot(const struct io *io, uint64_t page)
     uint32_t pinned = io->exporter.export ? io->exporter.pinned[page].slot : SLOT_NONE;
     int verify = io->plan->slots_per_page > 2;
     struct slot_holders holders = {
-        .anchor = verify ? io->anchor[page].slot : io->committed[page].slot,
-        .committed = io->committed[page].slot,
-        .committing = SLOT_NONE, /* applying a step waits for the commit before it */
-        .complete = io->committed[page].slot,
+        .anchor = verify ? io->tables.anchor[page].slot : io->tables.committed[page].slot,
+        .committed = io->tables.committed[page].slot,
+        .committing = SLOT_NONE, /* a commit names the complete version */
+        .complete = io->tables.complete[page].slot,
         .forming = SLOT_NONE,
         .pinned = &pinned,
         .n_pinned = io->exporter.export ? 1 : 0,
@@ -349,7 +402,25 @@ static uint32_t choose_slot(const struct io *io, uint64_t page)
 void pager_mark_read_back(struct io *io, uint64_t page)
 {
     if (readback_mark(&io->readback, io->newest.sequence, page))
-        memcpy(io->anchor, io->committed, io->layout->n_pages * sizeof *io->anchor);
+        page_tables_anchored(&io->tables);
+}
+
+/* The image that the opt_worker has just used was the newest commit's, read since its flush. */
+static int was_read_back(const struct io *io, const struct frame_io *f)
+{
+    const struct page_entry *read = &io->tables.complete[f->page];
+    const struct page_entry *named = &io->tables.committed[f->page];
+    return f->after_commit && read->slot == named->slot && read->version == named->version;
+}
+
+/* A descriptor of this worker's own page and frames: nothing else may index our arrays. */
+static int check_owner(const struct io *io, uint32_t l, const struct ring_descriptor *d)
+{
+    if (d->page < io->layout->n_pages && d->frame < io->lanes[l].frames_max &&
+        topology_page_owner(d->page, io->plan->opt_workers) == l)
+        return 0;
+    return error_set(ERROR_DAMAGED, "opt_worker %u gave back frame %u for page %llu", l, d->frame,
+                     (unsigned long long)d->page);
 }
 
 /* The page's new version: to WEIGHTS by copying, to the store by writing. */
@@ -362,7 +433,11 @@ static int write_back(struct io *io, uint32_t l, const struct ring_descriptor *d
     struct page_identity identity;
     store_page_layout(io->store, d->page, &layout);
     store_page_identity(io->store, d->page, d->step, &identity);
-    if (d->step != io->apply_step || page_image_verify_header(image, &layout, &identity) < 0)
+    if (d->step != io->apply_step)
+        return error_set(ERROR_DAMAGED, "ring WRITEBACK: page %llu of step %llu in step %llu",
+                         (unsigned long long)d->page, (unsigned long long)d->step,
+                         (unsigned long long)io->apply_step);
+    if (page_image_verify_header(image, &layout, &identity) < 0)
         return error_wrap("ring WRITEBACK, page %llu of step %llu", (unsigned long long)d->page,
                           (unsigned long long)d->step);
     uint32_t slot = choose_slot(io, d->page);
@@ -372,10 +447,9 @@ static int write_back(struct io *io, uint32_t l, const struct ring_descriptor *d
     CHECK(io->weights_lent[d->page] == 0); /* backward of this step has returned every frame */
     memcpy(segment_frame(&io->w->segment, REGION_WEIGHTS_POOL, 0, (uint32_t)d->page),
            page_image_part(image, &layout, PART_WEIGHTS), pager_weights_bytes(io, d->page));
+    page_entry_from_image(&io->tables.forming[d->page], image, slot);
     io->weights_version[d->page] = d->step;
-    pager_mark_read_back(
-        io, d->page); /* the worker compared every byte of the old version before it used it */
-    page_entry_from_image(&io->forming[d->page], image, slot);
+    io->weights_hash[d->page] = io->tables.forming[d->page].digest[PART_WEIGHTS].low;
     f->page = d->page;
     f->request.buffer = image;
     f->request.bytes = page_image_bytes(&layout, PAGE_RAW);
@@ -385,17 +459,36 @@ static int write_back(struct io *io, uint32_t l, const struct ring_descriptor *d
     return 0;
 }
 
+static void take_state_back(struct io *io, struct lane *lane, const struct ring_descriptor *d)
+{
+    struct frame_io *f = &lane->in[d->frame];
+    if (d->kind == STATE_RETURN_BAD) {
+        lane->again[lane->n_again++] = d->frame;
+        bad_state(io, f);
+        return;
+    }
+    /* the worker compared every byte of the version that it used */
+    if (was_read_back(io, f))
+        pager_mark_read_back(io, f->page);
+    lane->free_in[lane->n_free_in++] = d->frame;
+}
+
 static int take_writebacks(struct io *io, uint32_t l)
 {
     struct lane *lane = &io->lanes[l];
     struct ring_descriptor d;
-    int rc, done = 0;
-    while ((rc = ring_consume(&lane->state_return, &d)) == 1) {
-        lane->free_in[lane->n_free_in++] = d.frame;
+    int rc = 0, done = 0;
+    while (engine_in_flight(io->engine) < io->engine_depth && /* a bad image is read again */
+           (rc = ring_consume(&lane->state_return, &d)) == 1) {
+        if (check_owner(io, l, &d) < 0)
+            return -(int)error_kind_now();
+        take_state_back(io, lane, &d);
         done++;
     }
     while (rc == 0 && engine_in_flight(io->engine) < io->engine_depth &&
            (rc = ring_consume(&lane->writeback, &d)) == 1) {
+        if (check_owner(io, l, &d) < 0)
+            return -(int)error_kind_now();
         uint64_t now = clock_now_ns();
         double seconds = (double)(now - lane->last_writeback_ns) * 1e-9;
         if (io->pages_back && seconds < 10.0)
@@ -414,6 +507,7 @@ static void begin_apply(struct io *io)
     io->orders = io->w->orders->orders[(io->apply_step + 1) % PLAN_SLACK_STEPS];
     CHECK(io->orders.step == io->apply_step + 1);
     io->apply_step++;
+    io->reads_may_begin = 1;
     io->pages_back = io->pages_written = io->orders.skip ? io->layout->n_pages : 0;
     if (!io->orders.skip) {
         io->base_version = io->apply_step;
@@ -436,7 +530,7 @@ static void push_window(struct commit_facts *f, double loss, double norm)
 static void announce_complete(struct io *io)
 {
     struct worker_control *self = io->w->self;
-    struct commit_facts *f = &io->facts;
+    struct commit_facts facts = io->tables.state.facts, *f = &facts;
     uint64_t at = io->apply_step % PLAN_SLACK_STEPS;
     f->step = io->apply_step;
     f->optimizer_step = io->orders.t;
@@ -452,9 +546,13 @@ static void announce_complete(struct io *io)
     const struct worker_control *gpu = segment_region(&io->w->segment, REGION_GPU_CONTROL, 0);
     memset(f->lineage, 0, sizeof f->lineage);
     memcpy(f->lineage, gpu->lineage, strnlen(gpu->lineage, sizeof f->lineage - 1));
-    struct page_digest hash = commit_state_hash(f, io->forming, io->layout->n_pages);
+    struct page_digest hash = commit_state_hash(f, io->tables.forming, io->layout->n_pages);
+    page_tables_complete(&io->tables, f, hash);
     memcpy(self->state_hash[at], &hash, sizeof hash);
     self->complete_ns[at] = clock_now_ns();
+    for (uint32_t l = 0; l < io->plan->opt_workers && !io->orders.skip; l++)
+        io->lanes[l].read_rank = io->lanes[l].lend_rank = 0;
+    io->reads_may_begin = !io->orders.commits;
     atomic_store_explicit(&self->complete_step, io->apply_step, memory_order_release);
     worker_fact(io->w);
 }
@@ -462,16 +560,14 @@ static void announce_complete(struct io *io)
 static void on_committed(void *context, int result, const struct commit_record *record)
 {
     struct io *io = context;
-    uint64_t bytes = io->layout->n_pages * sizeof *io->committed;
     if (result < 0) {
         io->failed = result;
         return;
     }
     io->newest = *record;
-    memcpy(io->committed, io->forming, bytes);
+    page_tables_committed(&io->tables);
     readback_begin(&io->readback, record->sequence);
-    for (uint32_t l = 0; l < io->plan->opt_workers && !record->facts.skipped; l++)
-        io->lanes[l].read_rank = io->lanes[l].lend_rank = 0;
+    io->reads_may_begin = 1;
     io->w->self->committed_ns[record->facts.step % PLAN_SLACK_STEPS] = clock_now_ns();
     fault_point(FAULT_io_after_record);
     atomic_store_explicit(&io->w->self->committed_step, record->facts.step, memory_order_release);
@@ -480,22 +576,24 @@ static void on_committed(void *context, int result, const struct commit_record *
 
 static int advance_step(struct io *io)
 {
+    const struct launcher_control *orders = io->w->orders;
     uint64_t complete = order(&io->w->self->complete_step);
     uint64_t committed = order(&io->w->self->committed_step);
     int idle = commit_phase_now(io->commit) == COMMIT_IDLE;
-    if (io->apply_step == complete && committed == complete && idle &&
-        order(&io->w->orders->apply_step) > io->apply_step) {
-        begin_apply(io);
-        return 1;
-    }
     if (io->apply_step > complete && io->pages_written == io->layout->n_pages) {
         announce_complete(io);
         return 1;
     }
-    if (committed < complete && idle && !read_back_needed(io) &&
-        order(&io->w->orders->commit_step) >= complete) {
-        fault_point(FAULT_io_before_flush);
-        return commit_begin(io->commit, &io->facts, io->forming, on_committed, io) < 0 ? -1 : 1;
+    if (io->apply_step != complete || !idle || read_back_needed(io))
+        return 0;
+    if (committed < complete && order(&orders->commit_step) >= complete)
+        return commit_begin(io->commit, &io->tables.state.facts, io->tables.complete, on_committed,
+                            io) < 0
+                   ? -1
+                   : 1;
+    if (order(&orders->apply_step) > io->apply_step && order(&orders->commit_step) <= committed) {
+        begin_apply(io);
+        return 1;
     }
     return 0;
 }
@@ -503,14 +601,13 @@ static int advance_step(struct io *io)
 static int serve_lanes(struct io *io)
 {
     uint64_t complete = order(&io->w->self->complete_step);
-    int durable = order(&io->w->self->committed_step) == complete;
     int applying = io->apply_step > complete && !io->orders.skip, done = 0;
     for (uint32_t l = 0; l < io->plan->opt_workers; l++) {
         int rc = take_writebacks(io, l);
         if (rc < 0)
             return rc;
         done += rc;
-        if (durable)
+        if (io->reads_may_begin)
             done += read_ahead(io, l);
         if (applying)
             done += lend_state(io, l);
@@ -557,26 +654,22 @@ static void open_frame(struct frame_io *f, struct io *io, uint32_t lane, uint32_
 static int open_lane(struct io *io, uint32_t l)
 {
     struct lane *lane = &io->lanes[l];
-    const struct segment *s = &io->w->segment;
     uint64_t n = lane->frames_max = io->plan->pools[REGION_STATE_POOL].frames;
-    segment_ring(s, RING_STATE, l, &lane->state);
-    segment_ring(s, RING_STATE_RETURN, l, &lane->state_return);
-    segment_ring(s, RING_WRITEBACK, l, &lane->writeback);
     CHECK(n == io->plan->pools[REGION_OUT_POOL].frames);
     lane->in = calloc(n, sizeof *lane->in);
     lane->out = calloc(n, sizeof *lane->out);
     lane->free_in = calloc(n, sizeof *lane->free_in);
     lane->free_out = calloc(n, sizeof *lane->free_out);
     lane->in_of_rank = calloc(n, sizeof *lane->in_of_rank);
-    if (!lane->in || !lane->out || !lane->free_in || !lane->free_out || !lane->in_of_rank)
+    lane->again = calloc(n, sizeof *lane->again);
+    if (!lane->in || !lane->out || !lane->free_in || !lane->free_out || !lane->in_of_rank ||
+        !lane->again)
         return error_set(ERROR_FAILED, "out of memory for %llu frames", (unsigned long long)n);
     for (uint32_t f = 0; f < n; f++) {
         open_frame(&lane->in[f], io, l, f);
         open_frame(&lane->out[f], io, l, f);
         lane->in[f].request.on_done = on_state_read;
         lane->out[f].request.on_done = on_slot_written;
-        lane->free_in[lane->n_free_in++] = f;
-        lane->free_out[lane->n_free_out++] = f;
     }
     while (page_of(io, l, lane->own_pages) < io->layout->n_pages)
         lane->own_pages++;
@@ -591,37 +684,96 @@ static int open_training(struct io *io)
     for (uint32_t l = 0; l < io->plan->opt_workers; l++)
         if (open_lane(io, l) < 0)
             return -(int)error_kind_now();
-    const struct commit_facts *f = &io->newest.facts;
-    io->facts = *f;
-    io->apply_step = f->step;
-    io->train_feed.number = io->step_cursor.number = f->step + 1;
     io->engine_depth = store_options_of(io->store)->engine_depth;
-    for (uint64_t p = 0; p < io->layout->n_pages; p++) /* all pages change in the same steps */
-        io->base_version = io->committed[p].version;
-    readback_begin(&io->readback, io->newest.sequence);
     return 0;
 }
 
 int pager_open(struct io *io)
 {
-    const struct segment *s = &io->w->segment;
     /* gpu_worker is READY before io_worker is started: its choice stands */
-    const struct worker_control *gpu = segment_region(s, REGION_GPU_CONTROL, 0);
+    const struct worker_control *gpu = segment_region(&io->w->segment, REGION_GPU_CONTROL, 0);
+    uint64_t frames = io->plan->pools[REGION_MICROBATCH_POOL].frames;
+    io->free_microbatches = calloc(frames + 1, sizeof *io->free_microbatches);
+    if (!io->free_microbatches || visits_init(&io->visits, io->layout, gpu->checkpoint_every) < 0 ||
+        visits_forward_only(&io->forward_visits, io->layout) < 0)
+        return error_set(ERROR_FAILED, "out of memory");
+    return io->plan->mode == PLAN_TRAIN ? open_training(io) : 0;
+}
+
+static void begin_lane(struct io *io, uint32_t l)
+{
+    struct lane *lane = &io->lanes[l];
+    const struct segment *s = &io->w->segment;
+    segment_ring(s, RING_STATE, l, &lane->state);
+    segment_ring(s, RING_STATE_RETURN, l, &lane->state_return);
+    segment_ring(s, RING_WRITEBACK, l, &lane->writeback);
+    lane->n_free_in = lane->n_free_out = lane->n_again = 0;
+    for (uint32_t f = 0; f < lane->frames_max; f++) {
+        lane->free_in[lane->n_free_in++] = f;
+        lane->free_out[lane->n_free_out++] = f;
+    }
+    lane->read_rank = lane->lend_rank = 0;
+    lane->last_writeback_ns = clock_now_ns();
+}
+
+void pager_announce_resume(struct io *io)
+{
+    struct worker_control *self = io->w->self;
+    const struct commit_facts *f = &io->tables.state.facts;
+    const struct commit_facts *durable = &io->newest.facts;
+    self->resume_step = f->step;
+    self->resume_t = f->optimizer_step;
+    self->resume_data_position = f->data_position[0];
+    self->spike_count = f->spike_count;
+    memcpy(self->spike_loss, f->spike_loss, sizeof self->spike_loss);
+    memcpy(self->spike_norm, f->spike_norm, sizeof self->spike_norm);
+    memcpy(self->state_hash[durable->step % PLAN_SLACK_STEPS], &io->newest.state_hash, 16);
+    memcpy(self->state_hash[f->step % PLAN_SLACK_STEPS], &io->tables.state.state_hash, 16);
+    (void)snprintf(self->lineage, sizeof self->lineage, "%s", durable->lineage);
+    atomic_store_explicit(&self->complete_step, f->step, memory_order_release);
+    atomic_store_explicit(&self->committed_step, durable->step, memory_order_release);
+}
+
+static void begin_training(struct io *io)
+{
+    uint64_t step = io->tables.state.facts.step;
+    for (uint32_t l = 0; l < io->plan->opt_workers; l++)
+        begin_lane(io, l);
+    memset(&io->orders, 0, sizeof io->orders);
+    io->apply_step = step;
+    io->pages_back = io->pages_written = 0;
+    memset(&io->train_feed, 0, sizeof io->train_feed);
+    memset(&io->step_cursor, 0, sizeof io->step_cursor);
+    io->train_feed.number = io->step_cursor.number = step + 1;
+    io->base_version = 0;
+    for (uint64_t p = 0; p < io->layout->n_pages; p++) /* all pages change in the same steps */
+        io->base_version = io->tables.complete[p].version;
+    if (io->tables.anchor == io->tables.committed)
+        io->readback.active = 0;
+    else if (io->readback.sequence != io->newest.sequence || !io->readback.active)
+        readback_begin(&io->readback, io->newest.sequence);
+    io->reads_may_begin = io->newest.facts.step == step;
+    pager_announce_resume(io);
+}
+
+int pager_begin(struct io *io)
+{
+    const struct segment *s = &io->w->segment;
     uint64_t frames = io->plan->pools[REGION_MICROBATCH_POOL].frames;
     segment_ring(s, RING_MICROBATCH, 0, &io->microbatch);
     segment_ring(s, RING_MICROBATCH_RETURN, 0, &io->microbatch_return);
     segment_ring(s, RING_WEIGHTS, 0, &io->weights);
     segment_ring(s, RING_WEIGHTS_RETURN, 0, &io->weights_return);
-    io->free_microbatches = calloc(frames + 1, sizeof *io->free_microbatches);
-    if (!io->free_microbatches || visits_init(&io->visits, io->layout, gpu->checkpoint_every) < 0 ||
-        visits_forward_only(&io->forward_visits, io->layout) < 0)
-        return error_set(ERROR_FAILED, "out of memory");
-    while (io->n_free_microbatches < frames) {
+    for (io->n_free_microbatches = 0; io->n_free_microbatches < frames; io->n_free_microbatches++)
         io->free_microbatches[io->n_free_microbatches] = (uint32_t)io->n_free_microbatches;
-        io->n_free_microbatches++;
-    }
+    memset(io->weights_lent, 0, io->layout->n_pages * sizeof *io->weights_lent);
+    io->n_lent = 0;
+    memset(&io->sweep_cursor, 0, sizeof io->sweep_cursor);
+    memset(&io->evaluate_feed, 0, sizeof io->evaluate_feed);
     io->sweep_cursor.number = 1;
-    return io->plan->mode == PLAN_TRAIN ? open_training(io) : 0;
+    if (io->plan->mode == PLAN_TRAIN)
+        begin_training(io);
+    return 0;
 }
 
 void pager_close(struct io *io)
@@ -633,6 +785,7 @@ void pager_close(struct io *io)
         free(lane->free_in);
         free(lane->free_out);
         free(lane->in_of_rank);
+        free(lane->again);
     }
     free(io->lanes);
     free(io->free_microbatches);

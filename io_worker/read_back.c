@@ -1,10 +1,12 @@
 /*
  * Read-back of the newest commit without an update.
  *
- * The next update reads every page anyway, and that is the read-back (slots.h). A skipped step
- * updates nothing, yet its commit takes the table place of the commit before the newest one: if the
- * drive had lost a write of the newest, nothing whole would be left to fall back to. So a skip's
- * commit waits until every page of the newest commit was read and compared, one at a time.
+ * The next update reads every page anyway, and that is the read-back (slots.h). But it may not come
+ * in time: a skipped step updates nothing, yet its commit takes the table place of the commit
+ * before the newest one; and when the step after a commit was read before that commit was asked
+ * for, its reads proved nothing. If the drive had lost a write of the newest commit, nothing whole
+ * would be left to fall back to. So the next commit, or the apply after next, waits until every
+ * page of the newest commit was read and compared, one at a time.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -31,7 +33,15 @@ void read_back_close(struct io *io)
 
 int read_back_needed(const struct io *io)
 {
-    return io->orders.skip && io->read_back.image && io->readback.active;
+    if (!io->read_back.image || !io->readback.active)
+        return 0;
+    uint64_t complete = atomic_load_explicit(&io->w->self->complete_step, memory_order_relaxed);
+    const struct launcher_control *o = io->w->orders;
+    int committing = atomic_load_explicit(&o->commit_step, memory_order_acquire) >= complete &&
+                     io->newest.facts.step < complete;
+    int applying = atomic_load_explicit(&o->apply_step, memory_order_acquire) > io->apply_step &&
+                   io->tables.complete != io->tables.committed;
+    return committing || applying;
 }
 
 static void on_read(struct io_request *request, int result)
@@ -50,10 +60,12 @@ static int read_page(struct io *io)
     store_page_layout(io->store, r->page, &layout);
     memset(&r->request, 0, sizeof r->request);
     r->request.buffer = r->image;
-    r->request.bytes = page_image_bytes(&layout, (enum page_codec)io->committed[r->page].codec);
+    r->request.bytes =
+        page_image_bytes(&layout, (enum page_codec)io->tables.committed[r->page].codec);
     r->request.on_done = on_read;
     r->request.context = io;
-    store_request_page(io->store, &r->request, IO_READ, r->page, io->committed[r->page].slot);
+    store_request_page(io->store, &r->request, IO_READ, r->page,
+                       io->tables.committed[r->page].slot);
     if (engine_submit(io->engine, &r->request) != ENGINE_ACCEPTED)
         return 0;
     r->reading = 1;
@@ -68,7 +80,7 @@ int read_back_turn(struct io *io)
         return 0;
     if (r->reading) {
         r->reading = 0;
-        if (store_verify_image(io->store, &io->committed[r->page], r->image) < 0)
+        if (store_verify_image(io->store, &io->tables.committed[r->page], r->image) < 0)
             return error_wrap("read-back of the newest commit");
         pager_mark_read_back(io, r->page);
         return 1;

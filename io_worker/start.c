@@ -15,7 +15,6 @@
 
 #include "io_worker/import.h"
 #include "io_worker/io.h"
-#include "ipc/page_table.h"
 #include "procs/check.h"
 #include "procs/error.h"
 #include "procs/log.h"
@@ -28,8 +27,6 @@ _Static_assert((int)PLAN_FORMAT_TOKENS == (int)DATA_FORMAT_TOKENS &&
 _Static_assert((int)PLAN_ENGINE_URING == (int)ENGINE_URING &&
                    (int)PLAN_ENGINE_SYNC == (int)ENGINE_SYNC,
                "the plan's engines are engine.h's");
-_Static_assert(sizeof(struct page_entry) == PAGE_TABLE_ENTRY_BYTES, "page_table.h knows the size");
-
 static void tell(struct io *io, const char *text)
 {
     size_t used = strlen(io->w->self->message), n = strlen(text);
@@ -227,10 +224,11 @@ static int import_one(struct io *io, struct import *im, void *image, uint64_t pa
     store_request_page(io->store, &request, IO_WRITE, page, 0);
     if (engine_run(io->engine, &request) < 0)
         return -(int)error_kind_now();
-    page_entry_from_image(&io->committed[page], image, 0);
+    page_entry_from_image(&io->tables.complete[page], image, 0);
     memcpy(segment_frame(&io->w->segment, REGION_WEIGHTS_POOL, 0, (uint32_t)page), weights,
            pager_weights_bytes(io, page));
     io->weights_version[page] = 0;
+    io->weights_hash[page] = io->tables.complete[page].digest[PART_WEIGHTS].low;
     return 0;
 }
 
@@ -284,46 +282,21 @@ static int create(struct io *io)
         rc = import_all(io, im);
     first_facts(io, &facts);
     if (rc == 0)
-        rc = commit_run(io->commit, &facts, io->committed, &io->newest);
+        rc = commit_run(io->commit, &facts, io->tables.complete, &io->newest);
     if (rc == 0)
         rc = store_mark_ready(io->store);
     import_close(im);
     return rc;
 }
 
-static int load_one(struct io *io, void *image, uint64_t page)
-{
-    struct page_image_layout layout;
-    struct io_request request = {.buffer = image};
-    store_page_layout(io->store, page, &layout);
-    request.bytes = page_image_weights_bytes(&layout);
-    store_request_page(io->store, &request, IO_READ, page, io->committed[page].slot);
-    if (engine_run(io->engine, &request) < 0)
-        return -(int)error_kind_now();
-    void *frame = segment_frame(&io->w->segment, REGION_WEIGHTS_POOL, 0, (uint32_t)page);
-    uint64_t bytes = pager_weights_bytes(io, page);
-    memcpy(frame, page_image_part(image, &layout, PART_WEIGHTS), bytes);
-    if (!page_digest_equal(page_image_digest(frame, bytes),
-                           io->committed[page].digest[PART_WEIGHTS]))
-        return error_set(
-            ERROR_FAILED,
-            "%s, offset %llu: weights of page %llu: the digest is not the committed one, "
-            "though it was when recovery read them",
-            store_file_path(io->store, request.file), (unsigned long long)request.offset,
-            (unsigned long long)page);
-    io->weights_version[page] = io->committed[page].version;
-    return 0;
-}
-
 /* Compute weights of the newest commit. Recovery has just verified the bytes on disk; this is
  * another read of them, so it is checked too. */
 static int load_from_store(struct io *io)
 {
-    void *image = io->exporter.image;
     uint64_t done = 0, bytes = io->plan->bf16 ? 2 : 4;
     for (uint64_t p = 0; p < io->layout->n_pages; p++) {
         worker_progress(io->w, ACTIVITY_LOADING, done * bytes, io->layout->elements * bytes);
-        if (worker_check(io->w) < 0 || load_one(io, image, p) < 0)
+        if (worker_check(io->w) < 0 || takeover_load(io, p) < 0)
             return -(int)error_kind_now();
         done += io->layout->pages[p].elements;
     }
@@ -344,6 +317,7 @@ static int load_from_folder(struct io *io)
         void *residual =
             io->plan->bf16 ? page_image_part(io->exporter.image, &layout, PART_RESIDUAL) : NULL;
         rc = import_page(im, &io->layout->pages[p], frame, residual);
+        io->weights_hash[p] = page_image_digest(frame, pager_weights_bytes(io, p)).low;
         worker_progress(io->w, ACTIVITY_LOADING, p, io->layout->n_pages);
         if (rc == 0)
             rc = worker_check(io->w);
@@ -352,24 +326,12 @@ static int load_from_folder(struct io *io)
     return rc;
 }
 
-static void announce_commit(struct io *io)
-{
-    struct worker_control *self = io->w->self;
-    const struct commit_facts *f = &io->newest.facts;
-    self->resume_step = f->step;
-    self->resume_t = f->optimizer_step;
-    self->resume_data_position = f->data_position[0];
-    memcpy(self->state_hash[f->step % PLAN_SLACK_STEPS], &io->newest.state_hash, 16);
-    (void)snprintf(self->lineage, sizeof self->lineage, "%s", f->lineage);
-    atomic_store_explicit(&self->complete_step, f->step, memory_order_release);
-    atomic_store_explicit(&self->committed_step, f->step, memory_order_release);
-}
-
 static int recover(struct io *io)
 {
     uint64_t fell_back = 0;
     char text[160];
-    if (store_recover(io->store, &io->newest, io->committed, &fell_back) < 0 || check_data(io) < 0)
+    if (store_recover(io->store, &io->newest, io->tables.complete, &fell_back) < 0 ||
+        check_data(io) < 0)
         return -(int)error_kind_now();
     if (fell_back) {
         (void)snprintf(text, sizeof text, "commit %llu is damaged; resuming from the one before it",
@@ -392,6 +354,15 @@ static int recover(struct io *io)
     return load_from_store(io);
 }
 
+/* In the place of an io_worker that died: only what it left in shared memory is different. */
+static int take_over(struct io *io)
+{
+    if (takeover_adopt(io) < 0 || check_data(io) < 0 || commit_open(&io->commit, io->store) < 0)
+        return -(int)error_kind_now();
+    commit_resume(io->commit, &io->newest);
+    return 0;
+}
+
 int start_weights(struct io *io)
 {
     int exists = 0, rc;
@@ -399,6 +370,10 @@ int start_weights(struct io *io)
         return load_from_folder(io);
     if ((rc = start_store(io, &exists)) < 0)
         return rc;
+    if (takeover_due(io))
+        return exists ? take_over(io)
+                      : error_set(ERROR_DAMAGED, "%s: the store of the worker that died is gone",
+                                  io->directories[0]);
     if (exists && io->plan->resume_never)
         return error_set(ERROR_USER, "[run] resume = \"never\", but %s holds a commit of this run",
                          io->directories[0]);
@@ -415,12 +390,9 @@ int start_weights(struct io *io)
         return error_set(ERROR_USER, "%s: no commit yet", io->directories[0]);
     if ((rc = exists ? recover(io) : create(io)) < 0)
         return rc;
-    uint64_t bytes = io->layout->n_pages * sizeof *io->committed;
-    memcpy(io->forming, io->committed, bytes);
-    memcpy(io->anchor, io->committed,
-           bytes); /* recovery read every slot; import is read by the first step */
+    /* the anchor too: recovery read every slot; import is read by the first step */
+    page_tables_start(&io->tables, &io->newest.facts, io->newest.state_hash);
     io->w->self->store_bytes = store_bytes_needed(io->layout, io->dtype, io->plan->slots_per_page);
-    announce_commit(io);
     return 0;
 }
 
@@ -430,16 +402,15 @@ int start_open(struct io *io)
     uint64_t n = io->layout->n_pages;
     io->directories = texts_of(io->plan, io->plan->offload_dirs);
     io->weights_version = calloc(n, sizeof *io->weights_version);
+    io->weights_hash = calloc(n, sizeof *io->weights_hash);
     io->weights_lent = calloc(n, sizeof *io->weights_lent);
     io->readback_bits = calloc(readback_words(n), sizeof *io->readback_bits);
-    if (!io->directories || !io->weights_version || !io->weights_lent || !io->readback_bits)
+    if (!io->directories || !io->weights_version || !io->weights_hash || !io->weights_lent ||
+        !io->readback_bits)
         return error_set(ERROR_FAILED, "out of memory for %llu pages", (unsigned long long)n);
     io->readback.bits = io->readback_bits;
     io->readback.n_pages = n;
-    struct page_entry *table = segment_region(s, REGION_PAGE_TABLE, 0);
-    io->anchor = table + PAGE_TABLE_ANCHOR * n;
-    io->committed = table + PAGE_TABLE_COMMITTED * n;
-    io->forming = table + PAGE_TABLE_FORMING * n;
+    page_tables_open(&io->tables, segment_region(s, REGION_PAGE_TABLE, 0), n);
     return read_back_open(io) < 0 ? -(int)error_kind_now() : exporter_open(io);
 }
 
@@ -452,6 +423,7 @@ void start_close(struct io *io)
     data_close(io->data);
     free(io->directories);
     free(io->weights_version);
+    free(io->weights_hash);
     free(io->weights_lent);
     free(io->readback_bits);
 }

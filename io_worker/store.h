@@ -147,7 +147,10 @@ int store_verify_image(const struct store *store, const struct page_entry *entry
 int store_recover(struct store *store, struct commit_record *out, struct page_entry *table,
                   uint64_t *fell_back);
 
-/* The newest commit without verifying slots (status, generate): records and table only. */
+/* fdatasync of every file: what was read before it may not be durable. */
+int store_flush(struct store *store);
+
+/* The newest commit without verifying slots: records and table only. */
 int store_newest(struct store *store, struct commit_record *out, struct page_entry *table);
 
 /* Reads every byte of the newest commit (superblocks, records, table, slots). For each damaged

@@ -604,7 +604,7 @@ static int newest_that_stands(struct store *store, const struct ring_of_records 
         "newest export");
 }
 
-static int flush_everything(struct store *store)
+int store_flush(struct store *store)
 {
     for (unsigned file = 0; file <= store_directory_count(store); file++) {
         struct io_request flush = {.op = IO_FLUSH, .file = file};
@@ -637,7 +637,7 @@ static int find_commit(struct store *store, struct commit_record *out, struct pa
 int store_recover(struct store *store, struct commit_record *out, struct page_entry *table,
                   uint64_t *fell_back)
 {
-    if (flush_everything(store) < 0)
+    if (store_flush(store) < 0)
         return -ERROR_FAILED;
     return find_commit(store, out, table, CHECK_TABLE_AND_SLOTS, fell_back);
 }
@@ -696,7 +696,7 @@ int store_verify(struct store *store, struct commit_record *out, struct page_ent
     struct damage_sink sink = {.on_damage = on_damage ? on_damage : drop_damage,
                                .context = context};
     struct ring_of_records *ring;
-    if (flush_everything(store) < 0 || verify_superblocks(store, &sink) < 0 ||
+    if (store_flush(store) < 0 || verify_superblocks(store, &sink) < 0 ||
         load_ring(store, &ring, &sink) < 0)
         return -ERROR_FAILED;
     int rc = verify_newest(store, ring, out, table, &sink);

@@ -20,6 +20,19 @@
  *                             <-----       io: complete_step = s (every page written and flushed,
  * hashed) commit_step = s {loss, norm} -->     io: digest table, record
  *                             <-----       io: committed_step = s
+ *
+ * Restart of one worker (DESIGN's T1; launcher/restart.h drives it, ipc/worker.h has the workers'
+ * part):
+ *
+ *     abort_generation = g + 1 ---->       every survivor leaves its operation at the next
+ * boundary, waits for its own transfers
+ *                             <-----       acknowledged = g + 1
+ *     (the dead one is reaped)
+ *     generation = g + 1      ----->       own ring cursors to 0; the dead one's successor starts,
+ *                                          behind the fence
+ *                             <-----       ready = g + 1
+ *     counters back to the newest complete step
+ *     running_generation = g + 1 -->       go on from there
  */
 #ifndef IPC_CONTROL_H
 #define IPC_CONTROL_H
@@ -33,14 +46,16 @@ enum {
     CONTROL_PANIC_BYTES = 1024,
     CONTROL_ERROR_BYTES = 4096,
     CONTROL_LINEAGE_BYTES = 512,
+    CONTROL_IO_TEXT_BYTES = 512,
+    CONTROL_SPIKE_WINDOW = 32, /* io_worker/commit.h keeps as many in the record */
 };
 
 /* What one step needs beyond its number. Written by the launcher before the counter moves. */
 struct step_orders {
     uint64_t step;
-    uint64_t t;    /* AdamW's step count: updates applied so far, this one included */
-    uint32_t skip; /* 1: the norm was not usable; no page changes */
-    uint32_t pad;
+    uint64_t t;       /* AdamW's step count: updates applied so far, this one included */
+    uint32_t skip;    /* 1: the norm was not usable; no page changes */
+    uint32_t commits; /* 1: this step will be committed (durability) */
     float learning_rate;
     float lr_decay;       /* lr * weight_decay */
     float step_size;      /* lr / (1 - beta1^t) */
@@ -54,14 +69,16 @@ struct step_orders {
 /* Written by the launcher alone. */
 struct launcher_control {
     uint64_t magic;
-    uint32_t generation;
     _Atomic uint32_t stopping;         /* 1: leave now; the step in flight is abandoned */
-    _Atomic uint64_t begin_step;       /* forward and backward may run up to here */
-    _Atomic uint64_t apply_step;       /* STEP_APPLY or skip decided up to here */
-    _Atomic uint64_t commit_step;      /* may be committed up to here */
-    _Atomic uint64_t evaluate_request; /* number of evaluations asked for */
-    _Atomic uint64_t generate_request; /* number of generations asked for */
-    _Atomic uint64_t export_step;      /* export the version of this step */
+    _Atomic uint32_t abort_generation; /* workers of an older generation stop, acknowledge, wait */
+    _Atomic uint32_t generation;       /* all have: rings restart from 0, READY again */
+    _Atomic uint32_t running_generation; /* all are READY: rings may be used */
+    _Atomic uint64_t begin_step;         /* forward and backward may run up to here */
+    _Atomic uint64_t apply_step;         /* STEP_APPLY or skip decided up to here */
+    _Atomic uint64_t commit_step;        /* may be committed up to here */
+    _Atomic uint64_t evaluate_request;   /* number of evaluations asked for */
+    _Atomic uint64_t generate_request;   /* number of generations asked for */
+    _Atomic uint64_t export_step;        /* export the version of this step */
     struct step_orders orders[PLAN_SLACK_STEPS];
 };
 
@@ -78,6 +95,7 @@ struct worker_progress {
     X(IMPORTING, "importing the model")                                                            \
     X(FENCE, "waiting for the last I/O of a killed process")                                       \
     X(RECOVERING, "verifying the newest commit")                                                   \
+    X(TAKEOVER, "taking over from the worker that died")                                           \
     X(LOADING, "loading weights")                                                                  \
     X(WORKING, "working")                                                                          \
     X(EXPORTING, "exporting")
@@ -88,6 +106,29 @@ enum worker_activity {
 #undef X
         ACTIVITY_COUNT
 };
+
+/*
+ * What a worker does between two heartbeats, and how long that may take before any was measured.
+ * The watchdog's deadline is the larger of this floor and ten times the 99th percentile seen.
+ *      name      text                              floor in seconds */
+#define WORKER_OPERATION_LIST(X)                                                                   \
+    X(START, "start-up", 600)                                                                      \
+    X(IDLE, "waiting", 60)                                                                         \
+    X(STOP, "stopping for a restart", 60)                                                          \
+    X(PAGE, "moving pages", 60)                                                                    \
+    X(COMPUTE, "computing a layer", 120)                                                           \
+    X(NORM, "a gradient norm", 60)                                                                 \
+    X(APPLY, "an AdamW update", 60)                                                                \
+    X(EXPORT, "an export", 600)
+
+enum worker_operation {
+#define X(name, text, floor_s) OPERATION_##name,
+    WORKER_OPERATION_LIST(X)
+#undef X
+        OPERATION_COUNT
+};
+
+enum { CONTROL_BEAT_BUCKETS = 40 };
 
 /* What a gpu_worker found in one step's forward. */
 struct step_result {
@@ -105,10 +146,14 @@ struct worker_control {
     uint64_t magic;
     uint32_t role, index;
     int32_t pid;
-    uint32_t generation;
-    _Atomic uint32_t ready;     /* 1: set up, waiting for orders */
-    _Atomic uint32_t sleeping;  /* 1: about to poll, ring the bell */
+    uint32_t incarnation;          /* the generation in which this process was started */
+    _Atomic uint32_t ready;        /* the generation for which it is set up, waiting for orders */
+    _Atomic uint32_t acknowledged; /* the abort_generation for which it has stopped */
+    _Atomic uint32_t sleeping;     /* 1: about to poll, ring the bell */
     _Atomic uint64_t heartbeat; /* turns of the main loop; gpu: also work items of an operation */
+    _Atomic uint32_t operation; /* enum worker_operation: what the next beat is waited for */
+    /* how long each operation took from beat to beat: [i] counts those of 2^i to 2^(i+1) us */
+    _Atomic uint32_t beats[OPERATION_COUNT][CONTROL_BEAT_BUCKETS];
     struct worker_progress progress;
     _Atomic uint64_t wait_ns[RING_COUNT]; /* time slept for want of each ring, since the start */
 
@@ -133,7 +178,12 @@ struct worker_control {
     _Atomic uint64_t bytes_read, bytes_written;
     _Atomic uint64_t evaluate_microbatches, evaluate_sequences; /* of one evaluation */
     uint64_t samples;                                           /* training samples of one epoch */
-    uint64_t resume_step, resume_t, resume_data_position;
+    uint64_t resume_step, resume_t,
+        resume_data_position; /* of the newest complete step, at READY */
+    uint32_t spike_count;     /* at READY: losses and norms of the last steps, oldest first */
+    double spike_loss[CONTROL_SPIKE_WINDOW], spike_norm[CONTROL_SPIKE_WINDOW];
+    _Atomic uint64_t oldest_io_ns;         /* submission of the oldest request in flight, or 0 */
+    char oldest_io[CONTROL_IO_TEXT_BYTES]; /* that request, once it is a second old */
     uint64_t store_bytes;
     uint64_t apply_begin_ns[PLAN_SLACK_STEPS], complete_ns[PLAN_SLACK_STEPS],
         committed_ns[PLAN_SLACK_STEPS];
@@ -156,6 +206,7 @@ struct worker_control {
 struct norm_entry {
     _Atomic uint64_t step;
     double sum_of_squares;
+    uint64_t gradient_hash; /* of the page's gradient: equal in a repetition of the step */
 };
 
 /* GENERATED: per prompt a count, then the tokens (prompt excluded). */
@@ -176,6 +227,13 @@ static inline uint64_t generated_bytes(uint64_t prompts, uint64_t tokens_max)
     return sizeof(struct generated) + prompts * sizeof(uint64_t) +
            prompts * tokens_max * sizeof(int32_t);
 }
+
+/* STATE_RETURN: what became of the image. */
+enum state_return_kind {
+    STATE_RETURN_USED,
+    STATE_RETURN_BAD, /* its digests are wrong: read it once more, lend it again with the same OUT
+                       */
+};
 
 /* A MICROBATCH frame: four arrays (B, T) int32. */
 enum microbatch_kind { MICROBATCH_TRAIN, MICROBATCH_EVALUATE };

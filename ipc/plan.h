@@ -98,6 +98,7 @@ struct plan {
     uint64_t bytes; /* of the PLAN region in use: struct and texts */
     uint32_t generation;
     uint32_t opt_workers;
+    uint32_t frame_hashes; /* 1: lent frames are hashed where born and compared where used */
     uint8_t run_uuid[16];
     uint8_t bits_hash[16]; /* of the configuration keys that determine bits */
     char token[PLAN_TOKEN_BYTES];

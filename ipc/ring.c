@@ -17,7 +17,7 @@ static uint64_t descriptor_check(const struct ring_descriptor *d, uint64_t count
 
 static int cursors_damaged(uint64_t head, uint64_t tail, uint64_t depth)
 {
-    return error_set(ERROR_FAILED, "ring damaged: head %llu, tail %llu, depth %llu",
+    return error_set(ERROR_DAMAGED, "ring damaged: head %llu, tail %llu, depth %llu",
                      (unsigned long long)head, (unsigned long long)tail, (unsigned long long)depth);
 }
 
@@ -51,10 +51,10 @@ int ring_consume(struct ring *ring, struct ring_descriptor *d)
     uint64_t check = descriptor_check(d, tail);
     if (d->check != check)
         return error_set(
-            ERROR_FAILED, "ring descriptor %llu damaged: check expected %016llx, found %016llx",
+            ERROR_DAMAGED, "ring descriptor %llu damaged: check expected %016llx, found %016llx",
             (unsigned long long)tail, (unsigned long long)check, (unsigned long long)d->check);
     if (d->generation != ring->generation)
-        return error_set(ERROR_FAILED, "ring descriptor %llu of generation %u, expected %u",
+        return error_set(ERROR_DAMAGED, "ring descriptor %llu of generation %u, expected %u",
                          (unsigned long long)tail, d->generation, ring->generation);
     atomic_store_explicit(&ring->consumer->tail, tail + 1, memory_order_release);
     return 1;

@@ -36,13 +36,15 @@ enum { RING_LINE_BYTES = 64, RING_CURSOR_BYTES = 4096 };
 struct ring_descriptor {
     uint32_t frame;      /* index in the ring's pool */
     uint32_t out_frame;  /* STATE: the empty OUT frame; else 0 */
-    uint32_t kind;       /* MICROBATCH: enum microbatch_kind; WEIGHTS: place in the visit */
+    uint32_t kind;       /* MICROBATCH: enum microbatch_kind; WEIGHTS: enum sweep_kind;
+                            STATE_RETURN: enum state_return_kind */
     uint32_t generation; /* of the rings; a consumer refuses another life's descriptor */
     uint64_t page;       /* page number; MICROBATCH: its number within the step */
     uint64_t version;    /* of the page: the step that last changed it */
     uint64_t step;       /* the step this serves */
     uint64_t visit;      /* WEIGHTS: number of the visit */
-    uint64_t bytes;      /* payload */
+    uint64_t hash;       /* of the payload: low word of page_image_digest(), made where the data is
+                            born, compared where it is used; 0 where the image carries its own */
     uint64_t check;      /* xxh3 of the fields above, seeded with the descriptor's count */
 };
 _Static_assert(sizeof(struct ring_descriptor) == RING_LINE_BYTES, "a descriptor is one cache line");

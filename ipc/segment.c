@@ -198,6 +198,7 @@ static int map_plan(struct segment *s)
     if (p == MAP_FAILED)
         return error_set(ERROR_FAILED, "shared memory: mmap of the plan: %s", strerror(errno));
     s->plan = p;
+    s->generation = s->plan->generation;
     return 0;
 }
 
@@ -263,5 +264,21 @@ void segment_ring(const struct segment *s, enum ring_id ring, uint32_t instance,
     out->producer = s->producers[ring][instance];
     out->consumer = s->consumers[ring][instance];
     out->depth = s->plan->ring_depth[ring];
-    out->generation = s->plan->generation;
+    out->generation = s->generation;
+}
+
+void segment_reset_rings(const struct segment *s)
+{
+    for (int r = 0; r < RING_COUNT; r++) {
+        const struct ring_row *row = &topology_rings[r];
+        for (uint32_t i = 0; i < s->plan->ring_producers[r].instances; i++) {
+            struct ring_producer_area *producer = s->producers[r][i];
+            struct ring_consumer_area *consumer = s->consumers[r][i];
+            /* relaxed: nobody looks before the launcher has heard READY from both ends */
+            if (producer && row->from == s->role)
+                atomic_store_explicit(&producer->head, 0, memory_order_relaxed);
+            if (consumer && row->to == s->role)
+                atomic_store_explicit(&consumer->tail, 0, memory_order_relaxed);
+        }
+    }
 }

@@ -17,7 +17,8 @@
 struct segment {
     int fd;
     enum role role;
-    uint32_t index; /* of an opt_worker; else 0 */
+    uint32_t index;      /* of an opt_worker; else 0 */
+    uint32_t generation; /* of the rings: the plan's, one more after each restart of a worker */
     const struct plan *plan;
     void *regions[REGION_COUNT][OPT_WORKERS_MAX];
     void *producers[RING_COUNT][OPT_WORKERS_MAX], *consumers[RING_COUNT][OPT_WORKERS_MAX];
@@ -43,5 +44,10 @@ void *segment_frame(const struct segment *segment, enum region_id pool, uint32_t
 /* This process's handle on a ring of which it is an end. */
 void segment_ring(const struct segment *segment, enum ring_id ring, uint32_t instance,
                   struct ring *out);
+
+/* Zeroes the cursors that this process writes. Between generations only, when every process that
+ * lives has stopped using its rings: a ring starts its new life at index 0 in the same memory,
+ * since each of its two areas has one writer, and that one has stopped or is dead and reaped. */
+void segment_reset_rings(const struct segment *segment);
 
 #endif

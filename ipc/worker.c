@@ -18,9 +18,15 @@ void worker_name(char *text, enum role role, uint32_t index)
     (void)snprintf(text, MESSAGE_PEER_BYTES, "%s.%u", topology_role_name(role), index);
 }
 
+void worker_routing_id(char *text, enum role role, uint32_t index, uint32_t incarnation)
+{
+    (void)snprintf(text, MESSAGE_PEER_BYTES, "%s.%u#%u", topology_role_name(role), index,
+                   incarnation);
+}
+
 static void send_message(struct worker *w, enum message_type type, uint64_t a, const char *text)
 {
-    struct message m = {.type = type, .generation = w->plan->generation, .a = a};
+    struct message m = {.type = type, .generation = w->segment.generation, .a = a};
     memcpy(m.token, w->plan->token, sizeof m.token);
     (void)snprintf(m.text, sizeof m.text, "%s", text);
     (void)endpoint_send(w->endpoint, NULL, &m); /* dropped: the launcher re-reads within 100 ms */
@@ -56,9 +62,22 @@ static int follow_launcher(struct worker *w)
     return getppid() != w->parent_pid ? error_set(ERROR_FAILED, "the launcher is gone") : 0;
 }
 
+/* The control page may hold the last words of a process that died in this place. What it did (step
+ * results, hashes, counters of complete steps) stays. */
+static void forget_predecessor(struct worker_control *self)
+{
+    atomic_store_explicit(&self->error_kind, 0, memory_order_relaxed);
+    self->error[0] = self->panic[0] = self->message[0] = self->oldest_io[0] = '\0';
+    atomic_store_explicit(&self->oldest_io_ns, 0, memory_order_relaxed);
+    atomic_store_explicit(&self->ready, 0, memory_order_relaxed);
+    atomic_store_explicit(&self->acknowledged, 0, memory_order_relaxed);
+    atomic_store_explicit(&self->sleeping, 0, memory_order_relaxed);
+    atomic_store_explicit(&self->operation, OPERATION_START, memory_order_relaxed);
+}
+
 static int introduce(struct worker *w, enum role role, uint32_t index)
 {
-    char name[MESSAGE_PEER_BYTES];
+    char name[MESSAGE_PEER_BYTES], id[MESSAGE_PEER_BYTES];
     worker_name(name, role, index);
     w->self = segment_region(&w->segment, control_region(role), role == ROLE_OPT ? index : 0);
     w->orders = segment_region(&w->segment, REGION_LAUNCHER_CONTROL, 0);
@@ -66,7 +85,11 @@ static int introduce(struct worker *w, enum role role, uint32_t index)
     w->self->role = role;
     w->self->index = index;
     w->self->pid = getpid();
-    w->self->generation = w->plan->generation;
+    uint32_t generation = atomic_load_explicit(&w->orders->generation, memory_order_acquire);
+    if (generation)
+        w->segment.generation = generation; /* this one takes the place of one that died */
+    w->self->incarnation = w->segment.generation;
+    forget_predecessor(w->self);
     check_set_panic_buffer(w->self->panic, sizeof w->self->panic);
     /* commands have no log: their errors travel through the control page */
     if (!*plan_text_get(w->plan, w->plan->log_dir))
@@ -75,7 +98,8 @@ static int introduce(struct worker *w, enum role role, uint32_t index)
         return -(int)error_kind_now();
     char address[PLAN_ENDPOINT_BYTES + 8];
     (void)snprintf(address, sizeof address, "ipc://%s", w->plan->endpoint);
-    if (endpoint_connect(&w->endpoint, address, name) < 0)
+    worker_routing_id(id, role, index, w->segment.generation);
+    if (endpoint_connect(&w->endpoint, address, id) < 0)
         return -(int)error_kind_now();
     send_message(w, MESSAGE_HELLO, (uint64_t)getpid(), "");
     return 0;
@@ -94,16 +118,28 @@ int worker_start(struct worker *w, enum role role, int argc, char **argv)
     if (follow_launcher(w) < 0 || introduce(w, role, index) < 0 ||
         model_layout_init(&w->layout, &w->plan->model, w->plan->page_elements) < 0)
         return -(int)error_kind_now();
-    log_line(LOG_INFO, "started, pid %d, generation %u", (int)getpid(), w->plan->generation);
+    log_line(LOG_INFO, "started, pid %d, generation %u", (int)getpid(), w->segment.generation);
+    w->beat_ns = clock_now_ns();
     return 0;
 }
 
 void worker_ready(struct worker *w)
 {
     worker_progress(w, ACTIVITY_WORKING, 0, 0);
-    atomic_store_explicit(&w->self->ready, 1, memory_order_release);
+    segment_reset_rings(&w->segment);
+    worker_operation(w, OPERATION_IDLE);
+    atomic_store_explicit(&w->self->ready, w->segment.generation, memory_order_release);
     send_message(w, MESSAGE_READY, 0, "");
-    log_line(LOG_INFO, "ready");
+    log_line(LOG_INFO, "ready, generation %u", w->segment.generation);
+}
+
+int worker_wait_running(struct worker *w)
+{
+    int rc = 0;
+    while (rc == 0 && atomic_load_explicit(&w->orders->running_generation, memory_order_acquire) !=
+                          w->segment.generation)
+        rc = worker_pause(w, WORKER_WAIT_OTHER);
+    return rc;
 }
 
 int worker_finish(struct worker *w, int rc)
@@ -131,14 +167,44 @@ int worker_finish(struct worker *w, int rc)
     return status;
 }
 
-int worker_check(struct worker *w)
+void worker_operation(struct worker *w, enum worker_operation operation)
 {
-    atomic_fetch_add_explicit(&w->self->heartbeat, 1, memory_order_relaxed);
+    atomic_store_explicit(&w->self->operation, (uint32_t)operation, memory_order_relaxed);
+}
+
+/* Counts how long the operation at hand took since the last beat, for the watchdog's deadline. */
+static void beat(struct worker *w)
+{
+    struct worker_control *self = w->self;
+    uint64_t now = clock_now_ns(), us = (now - w->beat_ns) / 1000;
+    unsigned bucket = us ? 63u - (unsigned)__builtin_clzll(us) : 0;
+    uint32_t operation = atomic_load_explicit(&self->operation, memory_order_relaxed);
+    if (bucket >= CONTROL_BEAT_BUCKETS)
+        bucket = CONTROL_BEAT_BUCKETS - 1;
+    _Atomic uint32_t *count = &self->beats[operation % OPERATION_COUNT][bucket];
+    atomic_store_explicit(count, atomic_load_explicit(count, memory_order_relaxed) + 1,
+                          memory_order_relaxed);
+    w->beat_ns = now;
+    atomic_fetch_add_explicit(&self->heartbeat, 1, memory_order_relaxed);
+}
+
+static int must_leave(struct worker *w)
+{
     if (atomic_load_explicit(&w->orders->stopping, memory_order_acquire))
         return error_set(ERROR_STOPPED, "told to leave");
     if (getppid() != w->parent_pid)
         return error_set(ERROR_STOPPED, "the launcher is gone");
     return 0;
+}
+
+int worker_check(struct worker *w)
+{
+    beat(w);
+    int rc = must_leave(w);
+    if (rc == 0 && atomic_load_explicit(&w->orders->abort_generation, memory_order_acquire) >
+                       w->segment.generation)
+        rc = error_set(ERROR_ABANDONED, "another worker died");
+    return rc;
 }
 
 /* Messages only wake: what they say stands in shared memory. */
@@ -156,11 +222,9 @@ static void count_wait(struct worker *w, int why, uint64_t since_ns)
                                   memory_order_relaxed);
 }
 
-int worker_pause(struct worker *w, int why)
+/* One sleep, or the raising of the flag before it. */
+static int doze(struct worker *w, int why)
 {
-    int rc = worker_check(w);
-    if (rc < 0)
-        return rc;
     if (!w->armed) {
         atomic_store_explicit(&w->self->sleeping, 1, memory_order_relaxed);
         atomic_thread_fence(memory_order_seq_cst); /* pairs with the fence in worker_bell() */
@@ -169,12 +233,41 @@ int worker_pause(struct worker *w, int why)
     }
     uint64_t since = clock_now_ns();
     int ready = 0;
-    rc = endpoint_sleep(w->endpoint, &w->event_fd, &ready, w->event_fd >= 0, WORKER_POLL_MS);
+    int rc = endpoint_sleep(w->endpoint, &w->event_fd, &ready, w->event_fd >= 0, WORKER_POLL_MS);
     atomic_store_explicit(&w->self->sleeping, 0, memory_order_relaxed);
     w->armed = 0;
     drain(w);
     count_wait(w, why, since);
+    w->beat_ns = clock_now_ns(); /* sleep is no operation's time */
     return rc < 0 ? error_set(ERROR_FAILED, "poll: %s", strerror(-rc)) : 0;
+}
+
+int worker_pause(struct worker *w, int why)
+{
+    int rc = worker_check(w);
+    return rc < 0 ? rc : doze(w, why);
+}
+
+int worker_rejoin(struct worker *w)
+{
+    const struct launcher_control *o = w->orders;
+    int rc = 0;
+    log_line(LOG_INFO, "another worker died: the operation is abandoned");
+    for (uint32_t wanted, told = 0; rc == 0;) {
+        wanted = atomic_load_explicit(&o->abort_generation, memory_order_acquire);
+        if (atomic_load_explicit(&o->generation, memory_order_acquire) == wanted)
+            break;
+        if (told != wanted) { /* or another death while this one was being dealt with */
+            atomic_store_explicit(&w->self->acknowledged, wanted, memory_order_release);
+            worker_fact(w);
+            told = wanted;
+        }
+        beat(w);
+        if ((rc = must_leave(w)) == 0)
+            rc = doze(w, WORKER_WAIT_OTHER);
+    }
+    w->segment.generation = atomic_load_explicit(&o->generation, memory_order_acquire);
+    return rc;
 }
 
 void worker_fact(struct worker *w)

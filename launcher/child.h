@@ -18,12 +18,16 @@ enum child_state {
 struct child {
     enum role role;
     uint32_t index;
+    uint32_t incarnation; /* the generation in which it was started */
     enum child_state state;
     pid_t pid;
     int pid_fd;
     int status;         /* as waitpid() gives it */
     uint64_t heartbeat; /* newest seen */
-    uint64_t alive_ns;  /* when it last changed */
+    uint64_t alive_ns;  /* when it last changed; later where the launcher itself was paused */
+    uint64_t paused_ns; /* pauses of the launcher since this worker was started */
+    uint64_t abort_ns, kill_ns; /* when the watchdog sent SIGABRT, SIGKILL; 0 = not */
+    char verdict[768];          /* why */
 };
 
 /* Starts the worker's program with the segment's descriptor. */

@@ -84,6 +84,7 @@ int command_train(const struct arguments *a)
     struct supervisor_job job = {
         .request = {.mode = PLAN_TRAIN},
         .begin = coordinator_begin,
+        .rejoin = coordinator_rejoin,
         .turn = coordinator_turn,
         .done = tell_end,
     };

@@ -15,13 +15,10 @@ static const struct missing {
     const char *what;
 } missing[] = {
     {CONFIG_ORDINAL_data_format, {"\"auto\"", "\"text\"", "\"tokens\""}, "no data of this format"},
-    {CONFIG_ORDINAL_training_spike, {"\"off\""}, "no spike policy"},
-    {CONFIG_ORDINAL_training_spike_factor, {"10.0"}, "no spike policy"},
     {CONFIG_ORDINAL_optimizer_name, {"\"adamw\""}, "no such optimizer"},
     {CONFIG_ORDINAL_optimizer_compression, {"\"none\""}, "no compressed optimizer state"},
     {CONFIG_ORDINAL_memory_device, {"\"auto\"", "\"cpu\""}, "no CUDA device"},
     {CONFIG_ORDINAL_memory_max_vram, {"\"auto\""}, "no device with VRAM"},
-    {CONFIG_ORDINAL_memory_durability, {"\"step\""}, "no commits of several steps"},
     {CONFIG_ORDINAL_memory_drive_tbw, {"0"}, "no plan that counts drive wear"},
     {CONFIG_ORDINAL_log_trace, {"false"}, "no trace"},
     {CONFIG_ORDINAL_log_http, {"\"\""}, "no status page"},

@@ -7,9 +7,11 @@
 #include <unistd.h>
 
 #include "ipc/norm_tree.h"
+#include "ipc/page_image.h"
 #include "ipc/worker.h"
 #include "launcher/metrics.h"
 #include "launcher/progress.h"
+#include "launcher/restart.h"
 #include "launcher/session.h"
 #include "launcher/step_line.h"
 #include "model/tokenizer_bytes.h"
@@ -37,6 +39,11 @@ uint64_t coordinator_committed(const struct launcher *l)
     return l->session.io ? fact(&l->session.io->committed_step) : 0;
 }
 
+uint64_t coordinator_complete(const struct launcher *l)
+{
+    return l->session.io ? fact(&l->session.io->complete_step) : 0;
+}
+
 /* The last step of this start. */
 static uint64_t last_step(const struct launcher *l)
 {
@@ -44,7 +51,10 @@ static uint64_t last_step(const struct launcher *l)
     uint64_t last = c->steps;
     if (c->stop_after && c->stop_after < last)
         last = c->stop_after;
-    return l->stop_requested && c->begun < last ? c->begun : last;
+    if (!l->stop_requested)
+        return last;
+    uint64_t stop = c->begun > l->stop_step ? c->begun : l->stop_step;
+    return stop < last ? stop : last;
 }
 
 static int evaluation_due(const struct launcher *l, uint64_t step)
@@ -58,6 +68,13 @@ static int export_due(const struct launcher *l, uint64_t step)
 {
     uint64_t interval = l->config.checkpoint_export_interval;
     return step && (step == l->coordinator.steps || (interval && step % interval == 0));
+}
+
+/* Durability K commits every K steps, and wherever somebody outside sees the step. */
+static int commit_due(const struct launcher *l, uint64_t step)
+{
+    return step % l->config.memory_durability == 0 || step >= last_step(l) ||
+           evaluation_due(l, step) || export_due(l, step);
 }
 
 static int export_pending(const struct launcher *l)
@@ -129,6 +146,35 @@ static void tell_mode(struct launcher *l)
     progress_say(l->progress, "activation checkpointing: %s", mode);
 }
 
+/* Where the step protocol goes on from: the newest complete step, which io_worker names. */
+static void set_counters(struct launcher *l)
+{
+    struct coordinator *c = &l->coordinator;
+    const struct worker_control *io = l->session.io;
+    struct launcher_control *o = l->session.orders;
+    c->begun = io->resume_step;
+    c->t = io->resume_t;
+    c->evaluating = 0;
+    c->window.count = io->spike_count;
+    memcpy(c->window.loss, io->spike_loss, sizeof c->window.loss);
+    memcpy(c->window.norm, io->spike_norm, sizeof c->window.norm);
+    /* relaxed: the release of the generation comes after */
+    atomic_store_explicit(&o->begin_step, 0, memory_order_relaxed);
+    atomic_store_explicit(&o->apply_step, io->resume_step, memory_order_relaxed);
+    atomic_store_explicit(&o->evaluate_request, 0, memory_order_relaxed);
+    atomic_store_explicit(&o->generate_request, 0, memory_order_relaxed);
+}
+
+int coordinator_rejoin(struct launcher *l)
+{
+    uint64_t complete = l->session.io->resume_step;
+    set_counters(l);
+    if (!l->restart.redo)
+        progress_say(l->progress, "restarted; going on after step %llu",
+                     (unsigned long long)complete);
+    return 0;
+}
+
 int coordinator_begin(struct launcher *l)
 {
     struct coordinator *c = &l->coordinator;
@@ -136,9 +182,9 @@ int coordinator_begin(struct launcher *l)
     char warning[256];
     coordinator_end(l);
     memset(c, 0, sizeof *c);
-    c->begun = resumed;
+    set_counters(l);
     c->first = resumed + 1;
-    c->t = l->session.io->resume_t;
+    c->announced = c->lined = resumed;
     c->steps = run_length(l);
     c->stop_after = l->config.run_stop_after_step;
     c->page_sums = calloc(l->layout.n_pages, sizeof *c->page_sums);
@@ -156,7 +202,6 @@ int coordinator_begin(struct launcher *l)
     tell_resume(l, resumed);
     tell_mode(l);
     tell_lost_export(l, resumed);
-    atomic_store_explicit(&l->session.orders->apply_step, resumed, memory_order_release);
     atomic_store_explicit(&l->session.orders->commit_step, resumed, memory_order_release);
     c->step_begin_ns = clock_now_ns();
     if ((resumed >= c->steps || export_due(l, resumed)) && !export_exists(l, resumed)) {
@@ -213,6 +258,7 @@ static void fill_orders(struct launcher *l, struct step_orders *o, uint64_t step
     o->norm = norm;
     o->labelled = r->labelled;
     o->skip = !isfinite(norm) || norm * scale > UPDATE_NORM_MAX;
+    o->commits = (uint32_t)commit_due(l, step);
     o->t = c->t + !o->skip;
     struct schedule_scalars s = schedule_adamw(&c->schedule, step, o->t ? o->t : 1);
     o->learning_rate = s.learning_rate;
@@ -243,10 +289,77 @@ static int may_decide(const struct launcher *l, uint64_t step)
 {
     const struct session *s = &l->session;
     uint64_t exported = l->coordinator.exported;
+    uint64_t committed = fact(&s->io->committed_step);
     if (fact(&s->orders->apply_step) >= step || fact(&s->gpu->backward_step) < step ||
-        fact(&s->io->committed_step) + 1 < step || !norms_ready(l, step))
+        l->coordinator.lined + 1 < step || committed < fact(&s->orders->commit_step) ||
+        (commit_due(l, step - 1) && committed + 1 < step) || !norms_ready(l, step))
         return 0;
     return !(export_pending(l) && (step >= exported + 2 || export_due(l, step)));
+}
+
+/* The bits of the whole gradient, from the hashes that travelled with its pages. */
+static enum spike_answer judge_again(struct launcher *l, uint64_t step)
+{
+    uint32_t n = l->session.plan->opt_workers;
+    struct page_digest hash = {0, 0};
+    for (uint64_t p = 0; p < l->layout.n_pages; p++) {
+        const struct norm_entry *entries =
+            segment_region(&l->session.segment, REGION_NORM, topology_page_owner(p, n));
+        uint64_t chain[3] = {hash.low, hash.high, entries[topology_page_rank(p, n)].gradient_hash};
+        hash = page_image_digest(chain, sizeof chain);
+    }
+    return spike_judge(&l->coordinator.redo, step, hash.low, hash.high);
+}
+
+static void tell_spike(struct launcher *l, const struct step_orders *o, const char *answer)
+{
+    char fields[256];
+    (void)snprintf(fields, sizeof fields,
+                   ", \"step\": %llu, \"loss\": %.9g, \"grad_norm\": %.9g, \"answer\": \"%s\"",
+                   (unsigned long long)o->step, o->loss, o->norm, answer);
+    metrics_event(l->metrics, "spike", fields);
+    progress_warn(l->progress, "step %llu: loss %g, gradient norm %g: a spike; %s",
+                  (unsigned long long)o->step, o->loss, o->norm, answer);
+}
+
+/* training.spike: 1 the step may be applied (or, by policy, skipped); 0 it is computed once more;
+ * negative. */
+static int weigh_spike(struct launcher *l, struct step_orders *o)
+{
+    enum config_training_spike policy = l->config.training_spike;
+    const struct coordinator *c = &l->coordinator;
+    if (policy == CONFIG_SPIKE_OFF || o->skip ||
+        !spike_found(&c->window, o->loss, o->norm, l->config.training_spike_factor))
+        return 1;
+    if (policy == CONFIG_SPIKE_SKIP) {
+        o->skip = 1;
+        o->t = c->t;
+        tell_spike(l, o, "skipped");
+        return 1;
+    }
+    switch (judge_again(l, o->step)) {
+    case SPIKE_AGAIN:
+        tell_spike(l, o, "computing it again");
+        l->restart.redo = 1;
+        restart_begin(l);
+        return 0;
+    case SPIKE_DATA:
+        tell_spike(l, o, "the same bits again, so it is in the data; applied");
+        return 1;
+    case SPIKE_HARDWARE:
+        tell_spike(l, o,
+                   "other bits, then twice the same: hardware failed in one of them (memory or "
+                   "processor: test both); applied");
+        return 1;
+    case SPIKE_LOST:
+        break;
+    }
+    (void)error_set(ERROR_FAILED,
+                    "step %llu was computed %d times and no two gradients were alike: this machine "
+                    "does not compute reliably",
+                    (unsigned long long)o->step, SPIKE_COMPUTATIONS_MAX);
+    return error_hint("test memory and processor; the run's state of step %llu is intact",
+                      (unsigned long long)coordinator_committed(l));
 }
 
 static int decide(struct launcher *l)
@@ -264,9 +377,14 @@ static int decide(struct launcher *l)
                           "would skip such steps",
                           (unsigned long long)step - 1);
     }
-    l->coordinator.t = o->t;
     if (o->skip)
         tell_skip(l, o);
+    int weighed = weigh_spike(l, o);
+    if (weighed <= 0)
+        return weighed;
+    l->coordinator.t = o->t;
+    if (!o->skip)
+        spike_push(&l->coordinator.window, o->loss, o->norm);
     order(l, &orders->apply_step, step);
     return 0;
 }
@@ -283,14 +401,24 @@ static void begin_next(struct launcher *l)
 
 /* -- commit -- */
 
+/* A complete step's line; and, where it is due, the order to commit it. */
 static int ask_commit(struct launcher *l)
 {
     struct launcher_control *orders = l->session.orders;
-    uint64_t complete = fact(&l->session.io->complete_step);
-    if (complete <= fact(&orders->commit_step))
+    struct coordinator *c = &l->coordinator;
+    uint64_t complete = coordinator_complete(l);
+    int due = complete > fact(&orders->commit_step) && commit_due(l, complete);
+    if (complete > c->lined) {
+        CHECK(complete == fact(&orders->apply_step));
+        if (step_line_write(l, complete) < 0)
+            return -(int)error_kind_now();
+        c->lined = complete;
+        if (!due)
+            step_line_show(l, complete);
+    }
+    if (!due)
         return 0;
-    CHECK(complete == fact(&orders->apply_step));
-    if (step_line_write(l, complete) < 0)
+    if (metrics_flush(l->metrics) < 0) /* this step's line and those since the last commit */
         return -(int)error_kind_now();
     fault_point(FAULT_launcher_before_commit);
     order(l, &orders->commit_step, complete);
@@ -404,7 +532,7 @@ static int evaluate(struct launcher *l)
 
 int coordinator_turn(struct launcher *l)
 {
-    if (decide(l) < 0 || ask_commit(l) < 0)
+    if (ask_commit(l) < 0 || decide(l) < 0)
         return -(int)error_kind_now();
     after_commit(l);
     int evaluating = evaluate(l);

@@ -5,7 +5,10 @@
  *     plan_build.c   configuration + model + machine -> the plan
  *     child.c        one worker process: start, death, cause
  *     session.c      one generation: segment, endpoint, children; start and end of all of it
- *     supervisor.c   the event loop: signals, deaths, restarts (T2), limits
+ *     supervisor.c   the event loop: signals, deaths, limits; T2 and T4
+ *     restart.c      T1: one worker restarted, the others kept
+ *     watchdog.c     deadlines per operation and per I/O request
+ *     spike.c        losses and norms far above their running median
  *     coordinator.c  the step protocol over the control pages
  *     metrics.c      metrics.jsonl
  *     progress.c     what people see
@@ -22,6 +25,7 @@
 #include "launcher/child.h"
 #include "launcher/config.h"
 #include "launcher/schedule.h"
+#include "launcher/spike.h"
 #include "model/layout.h"
 
 #include <stdio.h>
@@ -66,8 +70,20 @@ struct coordinator {
     uint64_t step_begin_ns; /* when the step before was complete */
     double step_s, mean_step_s;
     uint64_t wait_base[LAUNCHER_CHILDREN_MAX][RING_COUNT]; /* wait_ns at the last step line */
+    uint64_t lined; /* newest step whose line is in metrics.jsonl */
+    struct spike_window window;
+    struct spike_redo redo;
     struct schedule schedule;
     double *page_sums, *layer_sums;
+};
+
+enum restart_phase { RESTART_NONE, RESTART_STOPPING, RESTART_STARTING }; /* restart.h */
+
+/* A restart of one worker under way. */
+struct restart {
+    enum restart_phase phase;
+    int redo; /* nobody died: the step is computed once more */
+    uint64_t begun_ns, stopped_ns;
 };
 
 struct launcher {
@@ -81,7 +97,10 @@ struct launcher {
     int signal_fd;
     int finished;       /* the last step of the run is committed */
     int stop_requested; /* `mtlaunch stop`: finish the step */
+    uint64_t stop_step; /* ... this one, as was answered */
     char stop_peer[MESSAGE_PEER_BYTES];
+    struct restart restart;
+    uint64_t watched_ns; /* the watchdog's last look */
     uint32_t generation;
 };
 

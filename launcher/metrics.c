@@ -140,7 +140,7 @@ void metrics_close(struct metrics *m)
     free(m);
 }
 
-int metrics_append(struct metrics *m, const char *json, enum metrics_durability durability)
+int metrics_append(struct metrics *m, const char *json)
 {
     char line[METRICS_LINE_BYTES_MAX];
     int n = snprintf(line, sizeof line, "%s\n", json);
@@ -153,7 +153,12 @@ int metrics_append(struct metrics *m, const char *json, enum metrics_durability 
                         wrote < 0 ? strerror(errno) : "the disk is full");
         return error_hint("the run's state is intact; free some space and start it again");
     }
-    if (durability == METRICS_DURABLE && fdatasync(m->fd) < 0)
+    return 0;
+}
+
+int metrics_flush(struct metrics *m)
+{
+    if (fdatasync(m->fd) < 0)
         return error_set(ERROR_FAILED, "%s: fdatasync: %s", m->path, strerror(errno));
     return 0;
 }
@@ -170,7 +175,7 @@ void metrics_event(struct metrics *m, const char *name, const char *fields)
     int n =
         snprintf(line, sizeof line, "{\"event\": \"%s\", \"time\": \"%s\"%s}", name, when, fields);
     int rc = n < (int)sizeof line
-                 ? metrics_append(m, line, METRICS_LAZY)
+                 ? metrics_append(m, line)
                  : error_set(ERROR_FAILED, "%s: event %s of %d bytes left out", m->path, name, n);
     if (rc < 0 && !m->complained++)
         (void)fprintf(stderr, "warning: %s\n", error_text());

@@ -23,9 +23,11 @@ void metrics_close(struct metrics *metrics);
 /* The newest step that an `eval` or `sample` event in the file speaks of; 0 without one. */
 uint64_t metrics_last_evaluation(const struct metrics *metrics);
 
-/* Appends one line, `json` without newline, and makes it durable when `durable`. */
-enum metrics_durability { METRICS_LAZY, METRICS_DURABLE };
-int metrics_append(struct metrics *metrics, const char *json, enum metrics_durability durability);
+/* Appends one line, `json` without newline. */
+int metrics_append(struct metrics *metrics, const char *json);
+
+/* All lines so far are durable. */
+int metrics_flush(struct metrics *metrics);
 
 /* {"event": name, "time": UTC, ...}: `fields` is "" or ", \"key\": value...". Errors are told on
  * stderr once: an event that cannot be written stops no training. */

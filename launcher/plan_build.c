@@ -266,6 +266,14 @@ static void set_training(struct plan *plan, const struct config *c)
     plan->checkpoint.export_dtype = export_dtype(c);
 }
 
+/* Hashing lent frames costs what docs/measured says; MTLAUNCH_FRAME_HASHES=0 is how that was
+ * measured. The redo of a spike compares them. */
+static uint32_t frame_hashes(const struct config *c)
+{
+    const char *text = getenv("MTLAUNCH_FRAME_HASHES");
+    return !text || strcmp(text, "0") != 0 || c->training_spike == CONFIG_SPIKE_REDO;
+}
+
 static void set_machine(struct plan *plan, const struct config *c)
 {
     plan->bf16 = c->model_dtype == CONFIG_DTYPE_BFLOAT16;
@@ -283,6 +291,7 @@ static void set_machine(struct plan *plan, const struct config *c)
     plan->io_engine = (uint32_t)c->memory_io_engine; /* same order as enum engine_kind */
     plan->prefetch = c->memory_prefetch == CONFIG_AUTO ? 0 : c->memory_prefetch;
     plan->log_bytes_max = c->log_max_size;
+    plan->frame_hashes = frame_hashes(c);
 }
 
 static int set_identity(struct plan *plan, const struct launcher *l)
@@ -323,6 +332,19 @@ static int set_budget(struct plan *plan, const struct config *c)
     return 0;
 }
 
+/* Between two commits, the newest commit, the newest complete version and the one being formed lie
+ * in slots of their own. */
+static int check_durability(const struct config *c)
+{
+    if (c->memory_verify_writes || c->memory_durability == 1)
+        return 0;
+    (void)error_set(ERROR_FIT,
+                    "[memory] durability = %llu needs three slots per page, verify_writes = false "
+                    "leaves two",
+                    (unsigned long long)c->memory_durability);
+    return error_hint("set verify_writes = true, or durability = \"step\"");
+}
+
 int plan_build(struct plan **out, const struct launcher *l, const struct plan_request *request)
 {
     const struct config *c = &l->config;
@@ -340,7 +362,9 @@ int plan_build(struct plan **out, const struct launcher *l, const struct plan_re
     plan->generate.temperature = request->temperature;
     plan->generate.top_p = request->top_p;
     plan->generate.seed = request->sampling_seed;
-    int rc = check_model(c, &l->layout);
+    int rc = check_durability(c);
+    if (rc == 0)
+        rc = check_model(c, &l->layout);
     if (rc == 0)
         rc = check_step_size(c);
     if (rc == 0)

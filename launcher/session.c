@@ -19,7 +19,7 @@
 #include "procs/clock.h"
 #include "procs/error.h"
 
-enum { SWEEP_AGE_S = 60 };
+enum { SWEEP_AGE_S = 60, SESSION_REAP_S = 120 };
 
 static int has_gpu(const struct plan *plan)
 {
@@ -84,7 +84,9 @@ static void attach_pages(struct session *s)
     const struct plan *plan = s->segment.plan;
     s->orders = segment_region(&s->segment, REGION_LAUNCHER_CONTROL, 0);
     s->orders->magic = CONTROL_MAGIC;
-    s->orders->generation = plan->generation;
+    /* relaxed: no worker is started yet */
+    atomic_store_explicit(&s->orders->generation, plan->generation, memory_order_relaxed);
+    atomic_store_explicit(&s->orders->abort_generation, plan->generation, memory_order_relaxed);
     s->io = segment_region(&s->segment, REGION_IO_CONTROL, 0);
     s->gpu = segment_region(&s->segment, REGION_GPU_CONTROL, 0);
     for (uint32_t i = 0; i < plan->opt_workers; i++)
@@ -99,6 +101,7 @@ static int start_child(struct session *s, enum role role, uint32_t index)
     child->role = role;
     child->index = index;
     child->pid_fd = -1;
+    child->incarnation = s->plan->generation;
     if (child_start(child, s->segment.fd) < 0)
         return -(int)error_kind_now();
     s->n_children++;
@@ -145,6 +148,19 @@ const struct worker_control *session_control(const struct launcher *l, const str
     return child->role == ROLE_IO ? s->io : child->role == ROLE_GPU ? s->gpu : s->opt[child->index];
 }
 
+int session_start_again(struct launcher *l, struct child *child)
+{
+    child->incarnation = l->generation;
+    return child_start(child, l->session.segment.fd);
+}
+
+void session_release(struct launcher *l)
+{
+    atomic_store_explicit(&l->session.orders->running_generation, l->generation,
+                          memory_order_release);
+    session_wake(l);
+}
+
 int session_ready(const struct launcher *l)
 {
     const struct session *s = &l->session;
@@ -152,15 +168,19 @@ int session_ready(const struct launcher *l)
     if (has_gpu(s->plan))
         expected = s->plan->mode == PLAN_TRAIN ? s->plan->opt_workers + 2 : 2;
     for (uint32_t i = 0; i < s->n_children; i++)
-        if (!atomic_load_explicit(&session_control(l, &s->children[i])->ready,
-                                  memory_order_acquire))
+        if (s->children[i].state != CHILD_RUNNING ||
+            atomic_load_explicit(&session_control(l, &s->children[i])->ready,
+                                 memory_order_acquire) != l->generation)
             return 0;
     return s->n_children == expected;
 }
 
 static void send_to(struct session *s, const char *peer, enum message_type type, uint64_t step)
 {
-    struct message m = {.type = type, .generation = s->plan->generation, .step = step};
+    struct message m = {.type = type,
+                        .generation =
+                            atomic_load_explicit(&s->orders->generation, memory_order_relaxed),
+                        .step = step};
     memcpy(m.token, s->plan->token, sizeof m.token);
     (void)endpoint_send(s->endpoint, peer, &m); /* a dropped wake costs 100 ms */
 }
@@ -173,7 +193,21 @@ void session_wake(struct launcher *l)
         const struct child *child = &l->session.children[i];
         if (!atomic_load_explicit(&session_control(l, child)->sleeping, memory_order_acquire))
             continue;
+        worker_routing_id(name, child->role, child->index, child->incarnation);
+        send_to(&l->session, name, MESSAGE_WAKE, 0);
+    }
+}
+
+/* A doorbell names a worker; its present incarnation is meant. */
+static void ring_bell(struct launcher *l, const char *worker)
+{
+    char name[MESSAGE_PEER_BYTES];
+    for (uint32_t i = 0; i < l->session.n_children; i++) {
+        const struct child *child = &l->session.children[i];
         worker_name(name, child->role, child->index);
+        if (strcmp(name, worker) != 0)
+            continue;
+        worker_routing_id(name, child->role, child->index, child->incarnation);
         send_to(&l->session, name, MESSAGE_WAKE, 0);
     }
 }
@@ -183,20 +217,19 @@ static void take_message(struct launcher *l, const char *from, const struct mess
     struct session *s = &l->session;
     char kind = strncmp(from, "command.", 8) == 0 ? 'c' : 'w';
     int ours = strncmp(m->token, s->plan->token, sizeof m->token) == 0 &&
-               (kind == 'c' || m->generation == s->plan->generation) &&
+               (kind == 'c' || m->generation == l->generation) &&
                message_allowed(m->type, kind, 'l');
     if (!ours)
         return; /* a stranger, or an echo of an earlier generation */
     if (m->type == MESSAGE_DOORBELL) {
-        send_to(s, m->text, MESSAGE_WAKE, 0);
+        ring_bell(l, m->text);
     } else if (m->type == MESSAGE_STOP) {
+        uint64_t committed = atomic_load_explicit(&s->io->committed_step, memory_order_acquire);
+        if (!l->stop_requested) /* a resumed run may not have begun a step yet */
+            l->stop_step = l->coordinator.begun > committed ? l->coordinator.begun : committed;
         l->stop_requested = 1;
         (void)snprintf(l->stop_peer, sizeof l->stop_peer, "%s", from);
-        uint64_t begun = atomic_load_explicit(&s->orders->begin_step, memory_order_relaxed);
-        uint64_t committed = atomic_load_explicit(&s->io->committed_step, memory_order_acquire);
-        if (begun < committed) /* a resumed run that has not begun a step yet */
-            begun = committed;
-        send_to(s, from, MESSAGE_STOPPING, begun);
+        send_to(s, from, MESSAGE_STOPPING, l->stop_step);
     }
 }
 
@@ -218,31 +251,44 @@ int session_wait(struct launcher *l, int timeout_ms)
     return 0;
 }
 
-/* One deadline for all: those who leave in time leave in order, the others are killed. */
-static void end_children(struct session *s, int grace_ms)
+static int left_of(uint64_t start_ns, int ms)
 {
-    uint64_t start = clock_now_ns();
-    for (uint32_t i = 0; i < s->n_children; i++) {
-        int left = grace_ms - (int)(clock_seconds_since(start) * 1e3);
-        if (!child_wait(&s->children[i], left > 0 ? left : 0))
-            child_signal(&s->children[i], SIGKILL);
-    }
-    for (uint32_t i = 0; i < s->n_children; i++)
-        while (!child_wait(&s->children[i], 1000))
-            child_signal(&s->children[i], SIGKILL);
+    int left = ms - (int)(clock_seconds_since(start_ns) * 1e3);
+    return left > 0 ? left : 0;
 }
 
-void session_close(struct launcher *l, int grace_ms)
+/* One deadline for all: those who leave in time leave in order, the others are killed. */
+static int end_children(struct session *s, int grace_ms)
+{
+    char name[MESSAGE_PEER_BYTES];
+    const struct child *stuck = NULL;
+    uint64_t start = clock_now_ns();
+    for (uint32_t i = 0; i < s->n_children; i++)
+        if (!child_wait(&s->children[i], left_of(start, grace_ms)))
+            child_signal(&s->children[i], SIGKILL);
+    for (uint32_t i = 0; i < s->n_children; i++)
+        if (!child_wait(&s->children[i], left_of(start, SESSION_REAP_S * 1000)))
+            stuck = &s->children[i];
+    if (!stuck)
+        return 0;
+    worker_name(name, stuck->role, stuck->index);
+    (void)error_set(ERROR_FAILED, "%s (pid %d) cannot be killed; nothing is started beside it",
+                    name, (int)stuck->pid);
+    return error_hint("when that process is gone (its device may be stuck: dmesg), start again to "
+                      "resume");
+}
+
+int session_close(struct launcher *l, int grace_ms)
 {
     struct session *s = &l->session;
     if (!s->plan)
-        return;
+        return 0;
     if (s->orders) {
         atomic_store_explicit(&s->orders->stopping, 1, memory_order_release);
         if (grace_ms > 0)
             session_wake(l);
     }
-    end_children(s, grace_ms);
+    int rc = end_children(s, grace_ms);
     endpoint_close(s->endpoint);
     segment_detach(&s->segment);
     if (s->socket_dir[0]) {
@@ -251,4 +297,6 @@ void session_close(struct launcher *l, int grace_ms)
     }
     free(s->plan);
     memset(s, 0, sizeof *s);
+    memset(&l->restart, 0, sizeof l->restart);
+    return rc;
 }

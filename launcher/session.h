@@ -18,8 +18,15 @@ int session_start_rest(struct launcher *l);
 /* 1 when every worker of the mode is started and READY. */
 int session_ready(const struct launcher *l);
 
-/* Ends it: tells everybody to leave, waits `grace_ms`, kills, reaps, releases everything. */
-void session_close(struct launcher *l, int grace_ms);
+/* Starts the successor of a dead child, in its place and in the present generation. */
+int session_start_again(struct launcher *l, struct child *child);
+
+/* All are READY in this generation and the counters are set: rings may be used. */
+void session_release(struct launcher *l);
+
+/* Ends it: tells everybody to leave, waits `grace_ms`, kills, reaps, releases everything. 0, or
+ * ERROR_FAILED for a worker that cannot be killed: nothing may be started then. */
+int session_close(struct launcher *l, int grace_ms);
 
 /* Wakes all workers to look at the launcher's page. */
 void session_wake(struct launcher *l);

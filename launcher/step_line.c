@@ -96,7 +96,7 @@ int step_line_write(struct launcher *l, uint64_t step)
         (double)(r->backward_ns - r->forward_ns) * 1e-9, o->skip ? "true" : "false", hash, waits);
     if (n < 0 || n >= (int)sizeof line)
         return error_set(ERROR_FAILED, "the step's line is longer than %d bytes", LINE_BYTES);
-    return metrics_append(l->metrics, line, METRICS_DURABLE);
+    return metrics_append(l->metrics, line);
 }
 
 void step_line_show(struct launcher *l, uint64_t step)

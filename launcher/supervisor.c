@@ -13,8 +13,12 @@
 #include "launcher/coordinator.h"
 #include "launcher/metrics.h"
 #include "launcher/progress.h"
+#include "launcher/restart.h"
+#include "launcher/watchdog.h"
 #include "procs/clock.h"
 #include "procs/error.h"
+
+enum verdict { GO_ON, DONE, RESTART_ONE, RESTART_ALL };
 
 /* What is remembered of deaths, to notice that nothing moves. */
 struct obituaries {
@@ -93,15 +97,25 @@ static int give_up(struct launcher *l, const struct obituaries *o, const char *w
                       l->run.path);
 }
 
-/* 0: restart; negative: the run ends with this error. */
-static int judge(struct launcher *l, struct obituaries *o, const struct child *child)
+/* Damage is met again by whoever comes next, and so may be what kills one worker again and again: a
+ * new segment and a full recovery are the answer to both. Before all workers were READY there is
+ * nothing to keep. */
+static enum verdict tier(const struct obituaries *o, uint32_t kind, int begun)
+{
+    return begun && kind != ERROR_DAMAGED && o->deaths <= SUPERVISOR_ALONE_MAX ? RESTART_ONE
+                                                                               : RESTART_ALL;
+}
+
+/* A restart, or negative: the run ends with this error. `begun`: all workers were READY once. */
+static int judge(struct launcher *l, struct obituaries *o, const struct child *child, int begun)
 {
     const struct worker_control *control = session_control(l, child);
     uint32_t kind = atomic_load_explicit(&control->error_kind, memory_order_acquire);
     char cause[96], alike[160];
-    const char *words = last_words(control);
+    const char *words = child->verdict[0] ? child->verdict : last_words(control);
     (void)child_cause(child, cause, sizeof cause);
-    int retry = l->session.plan->mode == PLAN_TRAIN && kind == ERROR_FAILED;
+    int retry = l->session.plan->mode == PLAN_TRAIN &&
+                (kind == ERROR_FAILED || kind == ERROR_DAMAGED || kind == ERROR_ABANDONED);
     if (WIFEXITED(child->status) && kind != ERROR_NONE && !retry)
         return error_set((enum error_kind)kind, "%s", words);
     tell_death(l, child, cause, words);
@@ -119,66 +133,69 @@ static int judge(struct launcher *l, struct obituaries *o, const struct child *c
     (void)snprintf(o->cause, sizeof o->cause, "%s", alike);
     return o->alike >= SUPERVISOR_ALIKE_MAX || o->deaths >= SUPERVISOR_DEATHS_MAX
                ? give_up(l, o, words)
-               : 0;
-}
-
-/* -- the watchdog -- */
-
-/* Tests cannot wait ten minutes: MTLAUNCH_SILENCE_S is for them. */
-static double silence_max_s(void)
-{
-    const char *text = getenv("MTLAUNCH_SILENCE_S");
-    double seconds = text ? strtod(text, NULL) : 0.0;
-    return seconds > 0.0 ? seconds : SUPERVISOR_SILENCE_S;
-}
-
-static void watch(struct launcher *l)
-{
-    uint64_t now = clock_now_ns();
-    double longest = silence_max_s();
-    for (uint32_t i = 0; i < l->session.n_children && l->config.run_watchdog; i++) {
-        struct child *child = &l->session.children[i];
-        uint64_t beat =
-            atomic_load_explicit(&session_control(l, child)->heartbeat, memory_order_relaxed);
-        double silence = (double)(now - child->alive_ns) * 1e-9;
-        if (beat != child->heartbeat) {
-            child->heartbeat = beat;
-            child->alive_ns = now;
-        } else if (silence > longest + SUPERVISOR_ABORT_S) {
-            child_signal(child, SIGKILL);
-        } else if (silence > longest) {
-            child_signal(child, SIGABRT);
-        }
-    }
+               : (int)tier(o, kind, begun);
 }
 
 /* -- one session -- */
 
-enum verdict { GO_ON, DONE, RESTART };
-
-/* Looks at every worker. GO_ON, RESTART after a death, DONE when io left in order and that was the
- * job. */
+/* Looks at every worker that was alive. GO_ON, a restart after a death, DONE when io left in order
+ * and that was the job. */
 static int check_children(struct launcher *l, const struct supervisor_job *job,
-                          struct obituaries *o)
+                          struct obituaries *o, int begun)
 {
+    int verdict = GO_ON;
     for (uint32_t i = 0; i < l->session.n_children; i++) {
         struct child *child = &l->session.children[i];
-        if (!child_poll(child))
+        if (child->state != CHILD_RUNNING || !child_poll(child))
             continue;
         if (!job->turn && WIFEXITED(child->status) && WEXITSTATUS(child->status) == 0)
             return DONE;
-        return judge(l, o, child) < 0 ? -(int)error_kind_now() : RESTART;
+        int rc = judge(l, o, child, begun);
+        if (rc < 0)
+            return rc;
+        verdict = rc > verdict ? rc : verdict;
     }
-    return GO_ON;
+    return verdict;
 }
 
 static int start_more(struct launcher *l, int *started)
 {
-    if (*started || !atomic_load_explicit(&session_control(l, &l->session.children[0])->ready,
-                                          memory_order_acquire))
+    if (*started || atomic_load_explicit(&session_control(l, &l->session.children[0])->ready,
+                                         memory_order_acquire) != l->generation)
         return 0;
     *started = 1;
     return session_start_rest(l);
+}
+
+/* Until all are READY for the first time: 1 they are, 0 not yet, negative. */
+static int start_up(struct launcher *l, const struct supervisor_job *job, int *started)
+{
+    int rc;
+    progress_startup(l->progress, l->session.io);
+    if ((rc = start_more(l, started)) < 0)
+        return rc;
+    if (!job->turn || !session_ready(l))
+        return 0;
+    if (l->generation == 1)
+        worker_messages(l);
+    if (job->begin && (rc = job->begin(l)) < 0)
+        return rc;
+    session_release(l);
+    return 1;
+}
+
+/* While one worker is being restarted: 1 it goes on, 0 it is over or there is none, negative. */
+static int restart_one(struct launcher *l, const struct supervisor_job *job)
+{
+    if (!restart_goes_on(l))
+        return 0;
+    int rc = restart_turn(l);
+    if (rc <= 0)
+        return rc < 0 ? rc : 1;
+    if ((rc = job->rejoin(l)) < 0)
+        return rc;
+    restart_release(l);
+    return 0;
 }
 
 /* Until READY, then the job's turns. A verdict, or negative. */
@@ -187,46 +204,48 @@ static int live(struct launcher *l, const struct supervisor_job *job, struct obi
     int started = 0, begun = 0, rc;
     for (;;) {
         if ((rc = session_wait(l, WORKER_POLL_MS)) < 0 || (rc = check_signals(l)) < 0 ||
-            (rc = check_children(l, job, o)) != GO_ON)
+            (rc = check_children(l, job, o, begun)) < 0)
             return rc;
-        watch(l);
+        if (rc == DONE || rc == RESTART_ALL)
+            return rc;
+        if (rc == RESTART_ONE)
+            restart_begin(l);
+        if ((rc = watchdog_look(l)) < 0)
+            return rc;
         if (!begun) {
-            progress_startup(l->progress, l->session.io);
-            if ((rc = start_more(l, &started)) < 0)
+            if ((rc = start_up(l, job, &started)) < 0)
                 return rc;
-            if (!job->turn || !session_ready(l))
+            begun = rc;
+            if (!begun)
                 continue;
-            begun = 1;
-            if (l->generation == 1)
-                worker_messages(l);
-            if (job->begin && (rc = job->begin(l)) < 0)
-                return rc;
         }
-        if ((rc = job->turn(l)) != 0)
+        if ((rc = restart_one(l, job)) < 0)
+            return rc;
+        if (rc == 0 && (rc = job->turn(l)) != 0)
             return rc < 0 ? rc : DONE;
     }
 }
 
 static int grace(int rc)
 {
-    return rc == RESTART ? 0 : SUPERVISOR_GRACE_MS;
+    return rc == RESTART_ALL ? 0 : SUPERVISOR_GRACE_MS;
 }
 
 int supervisor_run(struct launcher *l, const struct supervisor_job *job)
 {
     struct obituaries obituaries = {.step = 0};
-    int rc;
+    int rc, end;
     do {
         rc = session_open(l, &job->request);
         if (rc == 0)
             rc = live(l, job, &obituaries);
         if (rc == DONE && job->done)
             job->done(l);
-        if (rc == RESTART) {
+        if (rc == RESTART_ALL) {
             metrics_event(l->metrics, "restart", ", \"tier\": \"T2\"");
             progress_say(l->progress, "restarting all workers from the newest commit");
         }
-        session_close(l, grace(rc));
-    } while (rc == RESTART);
-    return rc < 0 ? rc : 0;
+        end = session_close(l, grace(rc));
+    } while (rc == RESTART_ALL && end == 0);
+    return rc < 0 ? rc : end;
 }

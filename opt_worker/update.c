@@ -1,5 +1,6 @@
 #include "opt_worker/update.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -17,7 +18,8 @@ struct update {
     struct worker *w;
     struct ring gradient, gradient_return, state, state_return, writeback;
     uint64_t own_pages;
-    uint32_t *gradient_frames; /* (own_pages), by rank: the frame that waits for the norm */
+    uint32_t *gradient_frames; /* (own_pages), by rank: the frame that waits for its update */
+    uint64_t *gradient_hashes; /* (own_pages), by rank */
     uint8_t *decay_blocks;     /* (page_elements / 4096) of the page at hand */
     const char **no_decay;     /* patterns */
     struct norm_entry *norms;  /* (own_pages), by rank */
@@ -35,18 +37,14 @@ static int update_open(struct update *u, struct worker *w)
     const struct segment *s = &w->segment;
     memset(u, 0, sizeof *u);
     u->w = w;
-    segment_ring(s, RING_GRADIENT, s->index, &u->gradient);
-    segment_ring(s, RING_GRADIENT_RETURN, s->index, &u->gradient_return);
-    segment_ring(s, RING_STATE, s->index, &u->state);
-    segment_ring(s, RING_STATE_RETURN, s->index, &u->state_return);
-    segment_ring(s, RING_WRITEBACK, s->index, &u->writeback);
     u->norms = segment_region(s, REGION_NORM, s->index);
     while (page_of_rank(u, u->own_pages) < w->layout.n_pages)
         u->own_pages++;
     u->gradient_frames = calloc(u->own_pages + 1, sizeof *u->gradient_frames);
+    u->gradient_hashes = calloc(u->own_pages + 1, sizeof *u->gradient_hashes);
     u->decay_blocks = calloc(plan->page_elements / MODEL_BLOCK_ELEMENTS, 1);
     u->no_decay = calloc(plan->no_decay.count + 1, sizeof *u->no_decay);
-    if (!u->gradient_frames || !u->decay_blocks || !u->no_decay)
+    if (!u->gradient_frames || !u->gradient_hashes || !u->decay_blocks || !u->no_decay)
         return error_set(ERROR_FAILED, "out of memory for %llu pages",
                          (unsigned long long)u->own_pages);
     for (uint64_t i = 0; i < plan->no_decay.count; i++)
@@ -54,18 +52,50 @@ static int update_open(struct update *u, struct worker *w)
     return 0;
 }
 
+/* A generation begins: rings at 0, nothing borrowed, no step. */
+static void open_rings(struct update *u)
+{
+    const struct segment *s = &u->w->segment;
+    segment_ring(s, RING_GRADIENT, s->index, &u->gradient);
+    segment_ring(s, RING_GRADIENT_RETURN, s->index, &u->gradient_return);
+    segment_ring(s, RING_STATE, s->index, &u->state);
+    segment_ring(s, RING_STATE_RETURN, s->index, &u->state_return);
+    segment_ring(s, RING_WRITEBACK, s->index, &u->writeback);
+    u->step = 0;
+    atomic_store_explicit(&u->w->self->norm_step, 0, memory_order_relaxed); /* READY releases it */
+}
+
 static void update_close(struct update *u)
 {
     free(u->gradient_frames);
+    free(u->gradient_hashes);
     free(u->decay_blocks);
     free(u->no_decay);
 }
 
 /* Lends a frame back; a RETURN ring is as deep as what can be lent, so it is never full. */
-static void give_back(struct ring *ring, uint32_t frame, uint64_t page)
+static int give_back(struct ring *ring, uint32_t frame, uint64_t page, enum state_return_kind kind)
 {
-    struct ring_descriptor d = {.frame = frame, .page = page};
-    CHECK(ring_publish(ring, &d) == 0);
+    struct ring_descriptor d = {.frame = frame, .page = page, .kind = (uint32_t)kind};
+    int rc = ring_publish(ring, &d);
+    CHECK(rc != -EAGAIN);
+    return rc;
+}
+
+/* The gradient as gpu_worker hashed it when it left the device. */
+static int check_gradient(const struct update *u, uint64_t page, uint32_t frame, uint64_t hash)
+{
+    const float *g = segment_frame(&u->w->segment, REGION_GRADIENT_POOL, 0, frame);
+    if (!u->w->plan->frame_hashes)
+        return 0;
+    uint64_t found = page_image_digest(g, u->w->layout.pages[page].elements * sizeof *g).low;
+    if (found == hash)
+        return 0;
+    return error_set(ERROR_FAILED,
+                     "gradient of page %llu in step %llu: hash: expected %016llx, found %016llx: "
+                     "memory was changed after it was computed",
+                     (unsigned long long)page, (unsigned long long)u->step,
+                     (unsigned long long)hash, (unsigned long long)found);
 }
 
 static int wait_begin(struct update *u)
@@ -89,7 +119,7 @@ static int take_descriptor(struct update *u, struct ring *ring, enum ring_id id,
         return error_wrap("ring %s", topology_rings[id].name);
     if (d->step != u->step || d->page >= u->w->layout.n_pages ||
         topology_page_owner(d->page, u->w->plan->opt_workers) != u->w->segment.index)
-        return error_set(ERROR_FAILED,
+        return error_set(ERROR_DAMAGED,
                          "ring %s: page %llu of step %llu where step %llu was expected",
                          topology_rings[id].name, (unsigned long long)d->page,
                          (unsigned long long)d->step, (unsigned long long)u->step);
@@ -107,10 +137,14 @@ static int collect(struct update *u)
             return rc;
         uint64_t rank = topology_page_rank(d.page, u->w->plan->opt_workers);
         if (u->gradient_frames[rank] != NO_FRAME)
-            return error_set(ERROR_FAILED, "gradient of page %llu came twice in step %llu",
+            return error_set(ERROR_DAMAGED, "gradient of page %llu came twice in step %llu",
                              (unsigned long long)d.page, (unsigned long long)u->step);
         u->gradient_frames[rank] = d.frame;
+        u->gradient_hashes[rank] = d.hash;
+        if ((rc = check_gradient(u, d.page, d.frame, d.hash)) < 0)
+            return rc;
         const float *g = segment_frame(&u->w->segment, REGION_GRADIENT_POOL, 0, d.frame);
+        u->norms[rank].gradient_hash = d.hash;
         u->norms[rank].sum_of_squares =
             norm_page(g, u->w->layout.pages[d.page].elements, u->w->plan->page_elements);
         atomic_store_explicit(&u->norms[rank].step, u->step, memory_order_release);
@@ -216,9 +250,11 @@ static int apply_page(struct update *u, const struct step_orders *orders,
                             .out = segment_frame(s, REGION_OUT_POOL, s->index, d->out_frame)};
     identify(u, d->page, d->version, &identity);
     if (page_image_verify(a.in, &layout, &identity) < 0)
-        return error_wrap("page %llu read from the store", (unsigned long long)d->page);
+        return 0; /* io_worker reads it again, and says what is wrong if that is no better */
     a.has_moments = ((const struct page_image_header *)(const void *)a.in)->codec != PAGE_ZERO;
     uint64_t rank = topology_page_rank(d->page, u->w->plan->opt_workers);
+    if (check_gradient(u, d->page, u->gradient_frames[rank], u->gradient_hashes[rank]) < 0)
+        return -(int)error_kind_now();
     a.gradient = segment_frame(s, REGION_GRADIENT_POOL, 0, u->gradient_frames[rank]);
     model_page_decay_bits(&u->w->layout, page, u->no_decay, (uint32_t)u->w->plan->no_decay.count,
                           u->decay_blocks);
@@ -229,27 +265,45 @@ static int apply_page(struct update *u, const struct step_orders *orders,
         apply_f32(u, &scalars, &a);
     identity.version = u->step;
     page_image_seal(a.out, &layout, &identity, PAGE_RAW);
-    return 0;
+    return 1;
 }
 
+/* The page is updated: everything borrowed for it goes back. */
+static int finish_page(struct update *u, const struct ring_descriptor *d)
+{
+    uint64_t rank = topology_page_rank(d->page, u->w->plan->opt_workers);
+    struct ring_descriptor out = {
+        .frame = d->out_frame, .page = d->page, .version = u->step, .step = u->step};
+    int rc = give_back(&u->gradient_return, u->gradient_frames[rank], d->page, STATE_RETURN_USED);
+    if (rc == 0)
+        rc = give_back(&u->state_return, d->frame, d->page, STATE_RETURN_USED);
+    if (rc == 0)
+        rc = ring_publish(&u->writeback, &out);
+    CHECK(rc != -EAGAIN); /* each ring is as deep as its pool */
+    u->gradient_frames[rank] = NO_FRAME;
+    atomic_fetch_add_explicit(&u->w->self->pages_updated, 1, memory_order_relaxed);
+    worker_bell(u->w, ROLE_IO, 0);
+    return rc;
+}
+
+/* Pages come in forward order, but for one that had to be read twice. */
 static int apply(struct update *u, const struct step_orders *orders)
 {
-    for (uint64_t rank = 0; rank < u->own_pages; rank++) {
+    for (uint64_t n = 0; n < u->own_pages;) {
         struct ring_descriptor d;
         int rc = worker_check(u->w);
         if (rc < 0 || (rc = take_descriptor(u, &u->state, RING_STATE, &d)) < 0)
             return rc;
-        if (d.page != page_of_rank(u, rank))
-            return error_set(ERROR_FAILED, "state of page %llu came where page %llu was expected",
-                             (unsigned long long)d.page, (unsigned long long)page_of_rank(u, rank));
+        if (u->gradient_frames[topology_page_rank(d.page, u->w->plan->opt_workers)] == NO_FRAME)
+            return error_set(ERROR_DAMAGED, "state of page %llu came twice in step %llu",
+                             (unsigned long long)d.page, (unsigned long long)u->step);
         if ((rc = apply_page(u, orders, &d)) < 0)
             return rc;
-        give_back(&u->gradient_return, u->gradient_frames[rank], d.page);
-        give_back(&u->state_return, d.frame, d.page);
-        struct ring_descriptor out = {
-            .frame = d.out_frame, .page = d.page, .version = u->step, .step = u->step};
-        CHECK(ring_publish(&u->writeback, &out) == 0); /* as deep as its pool */
-        atomic_fetch_add_explicit(&u->w->self->pages_updated, 1, memory_order_relaxed);
+        n += (uint64_t)rc;
+        rc = rc ? finish_page(u, &d)
+                : give_back(&u->state_return, d.frame, d.page, STATE_RETURN_BAD);
+        if (rc < 0)
+            return rc;
         worker_bell(u->w, ROLE_IO, 0);
         fault_point(FAULT_opt_mid_apply);
     }
@@ -257,24 +311,40 @@ static int apply(struct update *u, const struct step_orders *orders)
     return 0;
 }
 
-static void skip(struct update *u)
+static int skip(struct update *u)
 {
-    for (uint64_t rank = 0; rank < u->own_pages; rank++)
-        give_back(&u->gradient_return, u->gradient_frames[rank], page_of_rank(u, rank));
+    int rc = 0;
+    for (uint64_t rank = 0; rank < u->own_pages && rc == 0; rank++)
+        rc = give_back(&u->gradient_return, u->gradient_frames[rank], page_of_rank(u, rank),
+                       STATE_RETURN_USED);
     worker_bell(u->w, ROLE_GPU, 0);
+    return rc;
 }
 
 static int update_step(struct update *u)
 {
     struct step_orders orders;
     int rc;
+    worker_operation(u->w, OPERATION_NORM);
     if ((rc = wait_begin(u)) < 0 || (rc = collect(u)) < 0 || (rc = wait_decision(u, &orders)) < 0)
         return rc;
-    if (orders.skip)
-        skip(u);
-    else if ((rc = apply(u, &orders)) < 0)
-        return rc;
-    return 0;
+    worker_operation(u->w, OPERATION_APPLY);
+    return orders.skip ? skip(u) : apply(u, &orders);
+}
+
+/* The steps of one generation, until something ends them. */
+static int update_steps(struct update *u)
+{
+    int rc = worker_wait_running(u->w);
+    /* the first step to do is the one after the newest complete one, which the first order names */
+    while (rc == 0 &&
+           (u->step = atomic_load_explicit(&u->w->orders->begin_step, memory_order_acquire)) == 0)
+        rc = worker_pause(u->w, WORKER_WAIT_OTHER);
+    while (rc == 0) {
+        rc = update_step(u);
+        u->step++;
+    }
+    return rc;
 }
 
 int update_run(struct worker *w)
@@ -283,19 +353,15 @@ int update_run(struct worker *w)
     int rc = fault_arm_from_environment();
     if (rc == 0)
         rc = isa_check();
-    if (rc == 0)
-        rc = update_open(&u, w);
-    else
+    if (rc < 0)
         return rc;
-    if (rc == 0) {
+    rc = update_open(&u, w);
+    while (rc == 0) {
+        open_rings(&u);
         worker_ready(w);
-        /* the first step to do is the one after the newest commit, which the first order names */
-        while (rc == 0 &&
-               (u.step = atomic_load_explicit(&w->orders->begin_step, memory_order_acquire)) == 0)
-            rc = worker_pause(w, WORKER_WAIT_OTHER);
-        for (; rc == 0; u.step++)
-            if ((rc = update_step(&u)) < 0)
-                break;
+        rc = update_steps(&u);
+        if (rc == -ERROR_ABANDONED)
+            rc = worker_rejoin(w); /* nothing of this worker is ever in flight */
     }
     update_close(&u);
     return rc;

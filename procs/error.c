@@ -53,6 +53,12 @@ const char *error_text(void)
     return text_now;
 }
 
+int error_as(enum error_kind kind)
+{
+    kind_now = kind;
+    return -(int)kind;
+}
+
 enum error_kind error_kind_now(void)
 {
     return kind_now;

@@ -30,6 +30,10 @@ enum error_kind {
     ERROR_FIT = 3,  /* does not fit: RAM, VRAM, /dev/shm, disk; found before anything was written */
     ERROR_STOPPED = 4, /* stopped on request, resumable */
     ERROR_BUSY = 5,    /* the run is in use by a live process */
+    /* between a worker and the launcher only, never an exit status of mtlaunch: */
+    ERROR_ABANDONED = 6, /* another worker died: the operation ends here, the process goes on */
+    ERROR_DAMAGED = 7,   /* a ring, a frame, the page table or a slot is not what was written there:
+                            restarting this worker alone would meet it again */
 };
 
 /* Starts a new description. Returns -kind, so that `return error_set(...)` reads well. */
@@ -40,6 +44,9 @@ int error_wrap(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 /* Appends "\n  hint: text". Returns -kind of the current error. */
 int error_hint(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* Gives the current description another kind. Returns -kind. */
+int error_as(enum error_kind kind);
 
 /* The current description, "" if there is none. Valid until the next call in this thread. */
 const char *error_text(void);

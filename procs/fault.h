@@ -27,7 +27,8 @@
     X(gpu_mid_backward, "between two layers of the backward pass")                                 \
     X(opt_mid_apply, "one page of the step updated, others not")                                   \
     X(opt_after_norm, "the norm entries of this worker written, no apply yet")                     \
-    X(launcher_before_commit, "the step is complete, its commit not asked for")
+    X(launcher_before_commit, "the step is complete, its commit not asked for")                    \
+    X(launcher_before_restart, "all others have stopped, the dead worker's successor not started")
 
 #define X(name, sentence) FAULT_##name,
 enum fault { FAULT_POINTS(X) FAULT_COUNT };

@@ -101,6 +101,8 @@ NTH = {"gpu_mid_forward": 10, "gpu_mid_backward": 8, "opt_mid_apply": 50}
 
 def add_points():
     for point in POINTS:
+        if point == "launcher_before_restart":
+            continue  # comes only after a death
         for action in DEADLY:
             add_test("%s_%s" % (point, action),
                      lambda t, p=point, a=action: dies_once(t, p, a, NTH.get(p, 3)))

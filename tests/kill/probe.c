@@ -116,12 +116,16 @@ static int look(struct view *v)
 
 /* -- what goes on -- */
 
+/* A new segment has one, and so has each restart of one worker in it. */
+static uint32_t generation_of(const struct view *v)
+{
+    uint32_t now = atomic_load(&v->orders->abort_generation);
+    return now > v->plan->generation ? now : v->plan->generation;
+}
+
 static int all_ready(const struct view *v)
 {
-    int ready = (int)atomic_load(&v->io->ready) && (int)atomic_load(&v->gpu->ready);
-    for (uint32_t i = 0; i < v->plan->opt_workers; i++)
-        ready = ready && atomic_load(&opt(v, i)->ready);
-    return ready;
+    return atomic_load(&v->orders->running_generation) == generation_of(v);
 }
 
 static const char *phase_of_update(const struct view *v)
@@ -154,7 +158,7 @@ static void print_state(const struct view *v)
                  "\"committed\": %llu, \"device\": \"%s\", \"update\": \"%s\", "
                  "\"segment_bytes\": %llu, \"device_bytes\": %llu, \"store_bytes\": %llu, "
                  "\"io\": %d, \"gpu\": %d, \"pids\": [",
-                 v->plan->generation, all_ready(v),
+                 generation_of(v), all_ready(v),
                  activities[atomic_load(&v->io->progress.activity) % ACTIVITY_COUNT],
                  (unsigned long long)get(&v->orders->begin_step),
                  (unsigned long long)get(&v->io->committed_step), phase_of_device(v),
@@ -206,7 +210,7 @@ static void print_places(const struct view *v)
 
 static int moment_has_come(const struct view *v, uint32_t generation, const char *when)
 {
-    if (v->plan->generation < generation)
+    if (generation_of(v) < generation)
         return 0;
     if (strncmp(when, "step:", 5) == 0)
         return all_ready(v) && get(&v->orders->begin_step) >= strtoull(when + 5, NULL, 10);

@@ -262,11 +262,11 @@ static void role_names_are_the_process_names(void **state)
     assert_string_equal(topology_role_name(ROLE_OPT), "opt_worker");
 }
 
-static void the_page_table_has_three_entries_a_page(void **state)
+static void the_page_table_has_four_entries_a_page_and_two_states(void **state)
 {
     (void)state;
-    assert_int_equal(page_table_bytes(1000), 3 * 1000 * 128);
-    assert_int_equal(page_table_bytes((uint64_t)1 << 36), ((uint64_t)1 << 36) * 384);
+    assert_int_equal(page_table_bytes(1000), 2 * 4096 + 4 * 1000 * 128);
+    assert_int_equal(page_table_bytes((uint64_t)1 << 36), 2 * 4096 + ((uint64_t)1 << 36) * 512);
 }
 
 int main(void)
@@ -286,7 +286,7 @@ int main(void)
         cmocka_unit_test(the_launcher_maps_no_payload),
         cmocka_unit_test(both_ends_of_a_ring_map_its_pool),
         cmocka_unit_test(role_names_are_the_process_names),
-        cmocka_unit_test(the_page_table_has_three_entries_a_page),
+        cmocka_unit_test(the_page_table_has_four_entries_a_page_and_two_states),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

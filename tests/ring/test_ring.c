@@ -55,7 +55,7 @@ static void bench_close(struct bench *b)
 static void publish_n(struct ring *ring, uint64_t first, uint64_t n)
 {
     for (uint64_t i = 0; i < n; i++) {
-        struct ring_descriptor d = {.page = first + i, .step = 9, .bytes = 1};
+        struct ring_descriptor d = {.page = first + i, .step = 9, .hash = 1};
         assert_int_equal(ring_publish(ring, &d), 0);
     }
 }
@@ -327,7 +327,7 @@ static void every_flipped_bit_of_a_descriptor_is_refused(void **state)
     unsigned char *bytes = (unsigned char *)&b.lend.producer->descriptors[0];
     for (int bit = 0; bit < RING_LINE_BYTES * 8; bit++) {
         bytes[bit / 8] ^= (unsigned char)(1 << bit % 8);
-        assert_int_equal(ring_consume(&b.lend, &d), -ERROR_FAILED);
+        assert_int_equal(ring_consume(&b.lend, &d), -ERROR_DAMAGED);
         fixture_expect_text("descriptor 0 damaged");
         bytes[bit / 8] ^= (unsigned char)(1 << bit % 8);
     }
@@ -344,7 +344,7 @@ static void another_generations_descriptor_is_refused(void **state)
     struct ring old = b.lend;
     old.generation = GENERATION - 1;
     publish_n(&old, 0, 1);
-    assert_int_equal(ring_consume(&b.lend, &d), -ERROR_FAILED);
+    assert_int_equal(ring_consume(&b.lend, &d), -ERROR_DAMAGED);
     fixture_expect_text("of generation 2, expected 3");
     bench_close(&b);
 }
@@ -356,7 +356,7 @@ static void a_producer_cursor_too_far_ahead_is_refused(void **state)
     struct ring_descriptor d;
     publish_n(&b.lend, 0, 3);
     atomic_store(&b.lend.producer->head, DEPTH + 1);
-    assert_int_equal(ring_consume(&b.lend, &d), -ERROR_FAILED);
+    assert_int_equal(ring_consume(&b.lend, &d), -ERROR_DAMAGED);
     fixture_expect_text("head 17, tail 0, depth 16");
     bench_close(&b);
 }
@@ -369,7 +369,7 @@ static void a_producer_cursor_behind_the_consumer_is_refused(void **state)
     publish_n(&b.lend, 0, 3);
     consume_n(&b.lend, 0, 3);
     atomic_store(&b.lend.producer->head, 2);
-    assert_int_equal(ring_consume(&b.lend, &d), -ERROR_FAILED);
+    assert_int_equal(ring_consume(&b.lend, &d), -ERROR_DAMAGED);
     fixture_expect_text("ring damaged: head 2, tail 3");
     bench_close(&b);
 }
@@ -382,7 +382,7 @@ static void a_descriptor_of_an_earlier_lap_is_refused(void **state)
     publish_n(&b.lend, 0, DEPTH);
     consume_n(&b.lend, 0, DEPTH);
     atomic_store(&b.lend.producer->head, DEPTH + 1); /* within bounds, but nothing was published */
-    assert_int_equal(ring_consume(&b.lend, &d), -ERROR_FAILED);
+    assert_int_equal(ring_consume(&b.lend, &d), -ERROR_DAMAGED);
     fixture_expect_text("descriptor 16 damaged");
     bench_close(&b);
 }
@@ -393,7 +393,7 @@ static void a_descriptor_that_was_never_written_is_refused(void **state)
     struct bench b = bench_open();
     struct ring_descriptor d;
     atomic_store(&b.lend.producer->head, 1);
-    assert_int_equal(ring_consume(&b.lend, &d), -ERROR_FAILED);
+    assert_int_equal(ring_consume(&b.lend, &d), -ERROR_DAMAGED);
     fixture_expect_text("descriptor 0 damaged");
     bench_close(&b);
 }
@@ -405,7 +405,7 @@ static void a_consumer_cursor_ahead_of_the_producer_is_refused(void **state)
     struct ring_descriptor d = {0};
     publish_n(&b.lend, 0, 3);
     atomic_store(&b.lend.consumer->tail, 4);
-    assert_int_equal(ring_publish(&b.lend, &d), -ERROR_FAILED);
+    assert_int_equal(ring_publish(&b.lend, &d), -ERROR_DAMAGED);
     fixture_expect_text("ring damaged: head 3, tail 4");
     bench_close(&b);
 }

@@ -461,17 +461,66 @@ def skip_nonfinite_skips_a_step_or_stops_before_it(t):
     stop.check_steps(1)
 
 
+def spiky(t, name, steps=12, **training):
+    """One sample a step, in order. The text repeats itself, but for a stretch of noise in step 11."""
+    text = ("the quick brown fox jumps over the lazy dog " * 40)[:10 * 33 + 4].encode()
+    noise = bytes(random.Random(5).randrange(33, 127) for _ in range(33))
+    with open(os.path.join(t.dir, "spiky.txt"), "wb") as f:
+        f.write(text + noise + text)
+    keys = {"seq_len": 32, "micro_batch_size": 1, "gradient_accumulation_steps": 1, "steps": steps,
+            "spike_factor": 1.5}
+    keys.update(training)
+    return short(t, name, data={"train": [os.path.join(t.dir, "spiky.txt")], "shuffle": False, "format": "text"},
+                 optimizer={"learning_rate": 2e-2}, training=keys)
+
+
+def answers(run):
+    return [(e["step"], e["answer"].split(";")[0].split(":")[0]) for e in run.events("spike")]
+
+
 @key("training.spike", "off", "redo", "skip")
-def spike_policies_are_refused(t):
-    same_as_base(t, "off", training={"spike": "off"})
-    for word in ("redo", "skip"):
-        refused(t, "no spike policy", training={"spike": word})
+def a_spike_is_redone_or_skipped(t):
+    off = spiky(t, "off", spike="off")
+    off.ok()
+    equal(answers(off), [], "spikes with the policy off")
+    redo = spiky(t, "redo", spike="redo")
+    redo.ok()
+    found = answers(redo)
+    step = found[0][0]
+    check(found and found[:2] == [(step, "computing it again"),
+                                  (step, "the same bits again, so it is in the data")], "answers: %s" % found)
+    equal(redo.hashes()[step - 1], off.hashes()[step - 1], "the state before the spike")
+    equal([(l["step"], l["loss"]) for l in redo.step_lines()], [(l["step"], l["loss"]) for l in off.step_lines()],
+          "losses: a spike that is in the data is applied")
+    equal(redo.digest()[2], off.digest()[2], "weights")
+    skip = spiky(t, "skip", spike="skip")
+    skip.ok()
+    skipped = [l["step"] for l in skip.step_lines() if l["skipped"]]
+    check(step in skipped, "step %d was not skipped: %s" % (step, skipped))
+    # the window is part of the state: stopped right before the spike, a resumed run skips it too
+    parts = spiky(t, "parts", spike="skip")
+    parts.ok("--run.stop_after_step=%d" % (step - 1), status=STOPPED)
+    parts.ok()
+    equal(parts.hashes(), skip.hashes(), "state hashes of a run resumed before the spike")
 
 
 @key("training.spike_factor")
-def spike_factor_without_a_spike_policy_is_refused(t):
-    refused(t, "no spike policy", training={"spike_factor": 5.0})
-    same_as_base(t, "default", training={"spike_factor": 10.0})
+def a_spike_that_is_the_machines_is_computed_until_it_is_right(t):
+    """A flipped exponent bit makes the norm leap, once: the redo finds other bits, and the run ends with the
+    bits of one in which nothing was flipped."""
+    plain = spiky(t, "plain", steps=10, spike="redo")
+    plain.ok()
+    equal(answers(plain), [], "spikes of the undisturbed run")
+    flipped = spiky(t, "flipped", steps=10, spike="redo")
+    flip = "10:30:" + os.path.join(t.dir, "flipped-once")
+    flipped.ok(env={"MTLAUNCH_FLIP_GRADIENT": flip})
+    found = answers(flipped)
+    equal([f[0] for f in found], [10], "steps with a spike: %s" % found)
+    equal(flipped.hashes(), plain.hashes(), "state hashes")
+    unnoticed = spiky(t, "unnoticed", steps=10, spike="off")
+    os.unlink(os.path.join(t.dir, "flipped-once"))
+    unnoticed.ok(env={"MTLAUNCH_FLIP_GRADIENT": flip})
+    check(unnoticed.hashes()[10] != plain.hashes()[10], "the flipped bit changes nothing")
 
 
 # -- optimizer --
@@ -692,11 +741,19 @@ def offload_dir_is_where_the_store_lies_one_or_several(t):
 
 
 @key("memory.durability", "step")
-def durability_is_every_step_and_more_is_refused(t):
-    for value in ("step", 1):
+def durability_commits_every_k_steps_and_changes_no_bit(t):
+    for value, commits in (("step", [1, 2, 3]), (1, [1, 2, 3]), (2, [2, 3]), (100, [3])):
         run = same_as_base(t, "d%s" % value, memory={"durability": value})
-        equal([e["step"] for e in run.events("commit")], [1, 2, 3], "commits")
-    refused(t, "no commits of several steps", memory={"durability": 2})
+        equal([e["step"] for e in run.events("commit")], commits, "commits with durability %s" % value)
+    stopped = short(t, "stopped", memory={"durability": 100})
+    stopped.ok("--run.stop_after_step=2", status=STOPPED)
+    equal(stopped.digest()[0], 2, "the step before a stop is committed")
+    stopped.ok()
+    equal(stopped.hashes(), base_hashes(t), "state hashes after stop and resume")
+    few = short(t, "few", memory={"durability": 2, "verify_writes": False})
+    result = few.ok(status=FIT)
+    check("durability" in result.err and "verify_writes" in result.err, result.err)
+    check(not os.path.exists(few.dir), "a refused start left %s" % few.dir)
 
 
 @key("memory.verify_writes")

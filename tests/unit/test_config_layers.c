@@ -174,8 +174,6 @@ static void values_without_a_mechanism_are_refused_by_name(void **state)
                                             "no compressed optimizer state; only "
                                             "\"none\""},
         {"--optimizer.name=lion", "[optimizer] name = \"lion\""},
-        {"--memory.durability=2", "[memory] durability = 2"},
-        {"--training.spike=redo", "[training] spike = \"redo\""},
         {"--log.http=127.0.0.1:80", "[log] http = \"127.0.0.1:80\""},
         {"--data.format=chat", "[data] format = \"chat\""},
         {"--data.format=prompt-completion", "[data] format = \"prompt-completion\""},
@@ -193,7 +191,8 @@ static void values_with_a_mechanism_are_not_refused(void **state)
 {
     (void)state;
     struct config c;
-    const char *const rows[] = {"--memory.device=cpu", "--memory.durability=1",
+    const char *const rows[] = {"--memory.device=cpu", "--memory.durability=7",
+                                "--training.spike=redo", "--training.spike=skip",
                                 "--data.format=text", "--data.format=tokens", "--run.seed=1"};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         assert_loads(fixture_override(&c, rows[i]));
