@@ -17,7 +17,7 @@ void spike_push(struct spike_window *w, double loss, double norm)
 
 double spike_median(const double *values, uint32_t n)
 {
-    double sorted[CONTROL_SPIKE_WINDOW];
+    double sorted[CONTROL_SPIKE_WINDOW] = {0};
     CHECK(n > 0 && n <= CONTROL_SPIKE_WINDOW);
     for (uint32_t i = 0; i < n; i++) { /* insertion: at most 32 */
         uint32_t at = i;
