@@ -565,6 +565,9 @@ static void on_committed(void *context, int result, const struct commit_record *
         return;
     }
     io->newest = *record;
+    uint64_t bytes = record->table_bytes + COMMIT_RECORD_BYTES; /* written, and read back */
+    atomic_fetch_add_explicit(&io->w->self->bytes_written, bytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&io->w->self->bytes_read, bytes, memory_order_relaxed);
     page_tables_committed(&io->tables);
     readback_begin(&io->readback, record->sequence);
     io->reads_may_begin = 1;

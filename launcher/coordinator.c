@@ -185,6 +185,8 @@ int coordinator_begin(struct launcher *l)
     set_counters(l);
     c->first = resumed + 1;
     c->announced = c->lined = resumed;
+    c->read_base = fact(&l->session.io->bytes_read); /* of the start */
+    c->written_base = fact(&l->session.io->bytes_written);
     c->steps = run_length(l);
     c->stop_after = l->config.run_stop_after_step;
     c->page_sums = calloc(l->layout.n_pages, sizeof *c->page_sums);

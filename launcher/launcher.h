@@ -70,7 +70,9 @@ struct coordinator {
     uint64_t step_begin_ns; /* when the step before was complete */
     double step_s, mean_step_s;
     uint64_t wait_base[LAUNCHER_CHILDREN_MAX][RING_COUNT]; /* wait_ns at the last step line */
-    uint64_t lined; /* newest step whose line is in metrics.jsonl */
+    uint64_t read_base, written_base; /* io_worker's bytes at the last step line */
+    uint64_t step_written;            /* bytes written for the newest line: its slots, a commit */
+    uint64_t lined;                   /* newest step whose line is in metrics.jsonl */
     struct spike_window window;
     struct spike_redo redo;
     struct schedule schedule;

@@ -93,19 +93,20 @@ static void draw_bar(char *out, double part)
 void progress_step(struct progress *p, const struct progress_step *s)
 {
     char line[512], bar[BAR_CELLS + 1], eta[SIZE_TEXT_BYTES_MAX], ram[SIZE_TEXT_BYTES_MAX],
-        store[SIZE_TEXT_BYTES_MAX];
+        store[SIZE_TEXT_BYTES_MAX], written[SIZE_TEXT_BYTES_MAX];
     if (s->step % p->interval != 0 && s->step != s->steps)
         return;
     draw_bar(bar, (double)s->step / (double)s->steps);
     (void)snprintf(
         line, sizeof line,
         "%s%s%sstep %llu/%llu  loss %.4f  grad norm %.3f  lr %.3g  %.0f tokens/s  ETA %s  RAM %s  "
-        "store %s%s",
+        "store %s  wrote %s%s",
         p->mode == CONFIG_PROGRESS_BAR ? "[" : "", p->mode == CONFIG_PROGRESS_BAR ? bar : "",
         p->mode == CONFIG_PROGRESS_BAR ? "] " : "", (unsigned long long)s->step,
         (unsigned long long)s->steps, s->loss, s->norm, s->learning_rate, s->tokens_per_s,
         size_format_duration(eta, sizeof eta, s->eta_s), size_format(ram, sizeof ram, s->ram_bytes),
-        size_format(store, sizeof store, s->store_bytes), s->skipped ? "  SKIPPED" : "");
+        size_format(store, sizeof store, s->store_bytes),
+        size_format(written, sizeof written, s->written_bytes), s->skipped ? "  SKIPPED" : "");
     show(p, line);
 }
 

@@ -10,7 +10,7 @@
 struct progress_step {
     uint64_t step, steps;
     double loss, norm, learning_rate, tokens_per_s, eta_s;
-    uint64_t ram_bytes, store_bytes;
+    uint64_t ram_bytes, store_bytes, written_bytes; /* the last: to the store, for this step */
     int skipped;
 };
 

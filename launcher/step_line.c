@@ -71,6 +71,14 @@ static double seconds_of(struct launcher *l, uint64_t step)
     return seconds > 0.0 ? seconds : 1e-9;
 }
 
+/* What moved between store and RAM since the last line: this step's slots, the commit before it. */
+static uint64_t bytes_since(const _Atomic uint64_t *counter, uint64_t *base)
+{
+    uint64_t now = atomic_load_explicit(counter, memory_order_relaxed), moved = now - *base;
+    *base = now;
+    return moved;
+}
+
 int step_line_write(struct launcher *l, uint64_t step)
 {
     const struct step_orders *o = &l->session.orders->orders[step % PLAN_SLACK_STEPS];
@@ -83,17 +91,20 @@ int step_line_write(struct launcher *l, uint64_t step)
     step_line_hash(hash, l->session.io->state_hash[step % PLAN_SLACK_STEPS]);
     if (format_waits(l, waits, sizeof waits) < 0)
         return -(int)error_kind_now();
+    uint64_t read = bytes_since(&l->session.io->bytes_read, &c->read_base);
+    c->step_written = bytes_since(&l->session.io->bytes_written, &c->written_base);
     int n = snprintf(
         line, sizeof line,
         "{\"step\": %llu, \"loss\": %s, \"grad_norm\": %s, \"learning_rate\": %.9g, "
         "\"tokens\": %llu, \"labelled_tokens\": %llu, \"tokens_per_s\": %.6g, \"step_s\": %.6f, "
         "\"forward_s\": %.6f, \"backward_s\": %.6f, \"skipped\": %s, \"state_hash\": \"%s\", "
-        "\"wait_s\": {%s}}",
+        "\"bytes_read\": %llu, \"bytes_written\": %llu, \"wait_s\": {%s}}",
         (unsigned long long)step, number(loss, sizeof loss, o->loss),
         number(norm, sizeof norm, o->norm), (double)o->learning_rate,
         (unsigned long long)tokens_of(l), (unsigned long long)o->labelled,
         (double)tokens_of(l) / step_s, step_s, (double)(r->forward_ns - r->begin_ns) * 1e-9,
-        (double)(r->backward_ns - r->forward_ns) * 1e-9, o->skip ? "true" : "false", hash, waits);
+        (double)(r->backward_ns - r->forward_ns) * 1e-9, o->skip ? "true" : "false", hash,
+        (unsigned long long)read, (unsigned long long)c->step_written, waits);
     if (n < 0 || n >= (int)sizeof line)
         return error_set(ERROR_FAILED, "the step's line is longer than %d bytes", LINE_BYTES);
     return metrics_append(l->metrics, line);
@@ -113,6 +124,7 @@ void step_line_show(struct launcher *l, uint64_t step)
         .eta_s = (double)(c->steps - step) * c->mean_step_s,
         .ram_bytes = l->session.plan->segment_bytes + l->session.gpu->device_bytes,
         .store_bytes = l->session.io->store_bytes,
+        .written_bytes = c->step_written,
         .skipped = o->skip != 0,
     };
     progress_step(l->progress, &shown);

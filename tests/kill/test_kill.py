@@ -17,7 +17,7 @@ import probe
 
 STEPS = 10
 MODEL = {"hidden_size": 96, "num_hidden_layers": 4, "intermediate_size": 256, "head_dim": 24}
-TIMES = ("tokens_per_s", "step_s", "forward_s", "backward_s", "wait_s")
+TIMES = ("tokens_per_s", "step_s", "forward_s", "backward_s", "wait_s", "bytes_read", "bytes_written")
 COUNT = 20
 
 

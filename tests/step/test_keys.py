@@ -740,11 +740,20 @@ def offload_dir_is_where_the_store_lies_one_or_several(t):
     equal(two.digest()[1], base_hashes(t)[STEPS], "digest")
 
 
+def commit_bytes(run):
+    """One digest table and one record: the commit file is two tables and eight records."""
+    return (os.path.getsize(os.path.join(run.dir, "store", "commit")) - 8 * 4096) // 2 + 4096
+
+
 @key("memory.durability", "step")
 def durability_commits_every_k_steps_and_changes_no_bit(t):
     for value, commits in (("step", [1, 2, 3]), (1, [1, 2, 3]), (2, [2, 3]), (100, [3])):
         run = same_as_base(t, "d%s" % value, memory={"durability": value})
         equal([e["step"] for e in run.events("commit")], commits, "commits with durability %s" % value)
+        written = [l["bytes_written"] for l in run.step_lines()]  # a step's slots; a commit is in the next line
+        slots = written[0]
+        equal(written[1:], [slots + (commit_bytes(run) if s in commits else 0) for s in (1, 2)],
+              "bytes written per step with durability %s" % value)
     stopped = short(t, "stopped", memory={"durability": 100})
     stopped.ok("--run.stop_after_step=2", status=STOPPED)
     equal(stopped.digest()[0], 2, "the step before a stop is committed")
