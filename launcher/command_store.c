@@ -5,7 +5,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -14,6 +13,7 @@
 #include "launcher/command.h"
 #include "launcher/plan_build.h"
 #include "launcher/run_dir.h"
+#include "launcher/run_lock.h"
 #include "launcher/step_line.h"
 #include "launcher/supervisor.h"
 #include "launcher/target.h"
@@ -131,18 +131,6 @@ int command_export(const struct arguments *a)
 
 /* -- stop -- */
 
-static int is_alive(const char *path)
-{
-    char file[LAUNCHER_PATH_BYTES];
-    (void)snprintf(file, sizeof file, "%s/run.lock", path);
-    int fd = open(file, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return 0;
-    int alive = flock(fd, LOCK_SH | LOCK_NB) < 0;
-    (void)close(fd);
-    return alive;
-}
-
 /* Asks until answered: *step is the one after which the run will stop. */
 static int ask_stop(const char *path, struct endpoint *endpoint, const char *token,
                     unsigned long long *step)
@@ -157,7 +145,7 @@ static int ask_stop(const char *path, struct endpoint *endpoint, const char *tok
             *step = answer.step;
             return 0;
         }
-        if (!is_alive(path))
+        if (!run_lock_is_held(path))
             return error_set(ERROR_USER, "%s: the run has ended by itself", path);
     }
     return error_set(ERROR_FAILED, "%s: no answer within %d s", path, STOP_ANSWER_S);
@@ -185,7 +173,7 @@ int command_stop(const struct arguments *a)
         return command_fail();
     (void)printf("stopping after step %llu\n", step);
     (void)fflush(stdout);
-    while (is_alive(path))
+    while (run_lock_is_held(path))
         (void)usleep(50000);
     return 0;
 }
@@ -218,8 +206,8 @@ static int is_own_store(const struct run_dir *run, const char *directory)
 
 static int remove_store(const char *directory)
 {
-    static const char *const files[] = {"slots", "commit",
-                                        "superblock"}; /* last: it says whose they are */
+    static const char *const files[] = {"slots", "commit", "superblock.new", "superblock",
+                                        "run.lock"}; /* superblock: it says whose they are */
     char path[LAUNCHER_PATH_BYTES];
     for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
         (void)snprintf(path, sizeof path, "%s/%s", directory, files[i]);
@@ -282,6 +270,8 @@ int command_clean(const struct arguments *a)
         rc = run_dir_open(&l.run, real, RUN_DIR_EXISTING);
     if (rc == 0)
         rc = run_dir_read_config(real, &l.config);
+    if (rc == 0)
+        rc = run_dir_lock_stores(&l.run, &l.config, RUN_DIR_EXISTING);
     if (rc == 0)
         rc = clean(&l);
     return target_close(&target, &l, rc);

@@ -63,7 +63,9 @@ static int train(struct launcher *l, const struct supervisor_job *job)
 {
     if (run_dir_open(&l->run, l->config.run_output_dir, RUN_DIR_CREATE) < 0)
         return -(int)error_kind_now();
-    int rc = run_dir_adopt_config(&l->run, &l->config);
+    int rc = run_dir_lock_stores(&l->run, &l->config, RUN_DIR_CREATE);
+    if (rc == 0)
+        rc = run_dir_adopt_config(&l->run, &l->config);
     if (rc == 0)
         rc = supervisor_run(l, job);
     /* nothing of a run that could not even begin is left behind */

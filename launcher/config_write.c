@@ -1,6 +1,8 @@
 /* The effective configuration: a run file that says everything. */
 #include <errno.h>
+#include <fcntl.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "launcher/config_key.h"
 #include "procs/error.h"
@@ -50,9 +52,14 @@ static void write_all(const struct config *config, FILE *out)
 
 int config_write(const struct config *config, const char *path)
 {
-    FILE *out = fopen(path, "we");
-    if (!out)
-        return error_set(ERROR_FAILED, "%s: cannot be written: %s", path, strerror(errno));
+    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0600);
+    FILE *out = fd >= 0 ? fdopen(fd, "w") : NULL;
+    if (!out) {
+        int why = errno;
+        if (fd >= 0)
+            (void)close(fd); /* nothing was written */
+        return error_set(ERROR_FAILED, "%s: cannot be written: %s", path, strerror(why));
+    }
     write_all(config, out);
     bool failed = ferror(out) != 0;
     int code = errno;

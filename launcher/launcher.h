@@ -33,15 +33,32 @@
 struct metrics;
 struct progress;
 
-enum { LAUNCHER_CHILDREN_MAX = OPT_WORKERS_MAX + 2, RUN_ID_BYTES = 16, LAUNCHER_PATH_BYTES = 4096 };
+enum {
+    LAUNCHER_CHILDREN_MAX = OPT_WORKERS_MAX + 2,
+    RUN_ID_BYTES = 16,
+    LAUNCHER_PATH_BYTES = 4096,
+    RUN_STORES_MAX = 16, /* as many offload_dirs as a store takes */
+};
+
+/* The lock in one offload_dir. */
+struct store_lock {
+    int fd;
+    int created;     /* the lock file, by this process, */
+    uint32_t levels; /* and so many directories of its path: they go if the start fails */
+    char directory[LAUNCHER_PATH_BYTES];
+};
 
 struct run_dir {
     char path[LAUNCHER_PATH_BYTES];
     uint8_t id[RUN_ID_BYTES];
     int lock_fd;
-    int created;     /* the directory, by this process; or only, */
-    int fresh;       /* the run in it: both go again if the start fails on the user's account */
-    uint32_t before; /* bit i: run_dir.c's entry i was there before this process */
+    int read_only;        /* opened to look: nothing is written, the locks are shared */
+    uint32_t levels;      /* directories of the path made by this process; or only, */
+    int fresh;            /* the run in it: both go again if the start fails on the user's account */
+    uint32_t mode_before; /* of a directory that was tightened; 0 = it was not */
+    uint32_t before;      /* bit i: run_dir.c's entry i was there before this process */
+    struct store_lock stores[RUN_STORES_MAX];
+    uint32_t n_stores;
 };
 
 /* One generation: one life of the shared segment and of the workers on it. */

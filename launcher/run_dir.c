@@ -6,19 +6,18 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
+#include <dirent.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "launcher/run_lock.h"
 #include "procs/error.h"
 
 /* What a start makes in the run directory, in the order in which run_dir_undo() takes it away. */
 static const char *const entries[] = {"logs",        "cache",  "store",
                                       "config.toml", "run.id", "run.lock"};
 enum { ENTRIES = sizeof entries / sizeof entries[0] };
-
-enum { LOCK_TRIES = 5, LOCK_PAUSE_US = 20000 };
 
 static int file_in(const struct run_dir *run, const char *name, char *out)
 {
@@ -28,26 +27,50 @@ static int file_in(const struct run_dir *run, const char *name, char *out)
     return 0;
 }
 
-/* mkdir -p; the last component 0700. *created: it was not there. */
-static int make_directories(const char *path, int *created)
+/* A new name is durable when the directory it stands in was flushed: a store is written under it. */
+static int sync_directory(const char *path)
+{
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int rc = fd < 0 || fsync(fd) < 0
+                 ? error_set(ERROR_FAILED, "%s: fsync: %s", path, strerror(errno))
+                 : 0;
+    if (fd >= 0)
+        (void)close(fd); /* opened for reading */
+    return rc;
+}
+
+static int make_one(const char *path, uint32_t *levels)
+{
+    char parent[LAUNCHER_PATH_BYTES + 4];
+    if (mkdir(path, 0700) < 0)
+        return errno == EEXIST ? 0
+                               : error_set(ERROR_USER, "%s: cannot create the directory: %s", path,
+                                           strerror(errno));
+    ++*levels;
+    (void)snprintf(parent, sizeof parent, "%s/..", path);
+    return sync_directory(parent);
+}
+
+/* mkdir -p; new ones 0700 and durable. *levels: how many were not there. */
+static int make_directories(const char *path, uint32_t *levels)
 {
     char part[LAUNCHER_PATH_BYTES];
     struct stat there;
     size_t n = strlen(path);
-    *created = 0;
+    *levels = 0;
     if (n >= sizeof part)
         return error_set(ERROR_USER, "%s: the path is too long", path);
     memcpy(part, path, n + 1);
+    while (n > 1 && part[n - 1] == '/')
+        part[--n] = '\0';
     for (char *p = part + 1;; p++) {
         if (*p != '/' && *p != '\0')
             continue;
         int last = *p == '\0';
         *p = '\0';
-        if (mkdir(part, 0700) == 0)
-            *created = last;
-        else if (errno != EEXIST)
-            return error_set(ERROR_USER, "%s: cannot create: %s", part, strerror(errno));
-        else if (last && (stat(part, &there) < 0 || !S_ISDIR(there.st_mode)))
+        if (make_one(part, levels) < 0)
+            return -(int)error_kind_now();
+        if (last && (stat(part, &there) < 0 || !S_ISDIR(there.st_mode)))
             return error_set(ERROR_USER, "%s: expected a directory, found a file", part);
         if (last)
             return 0;
@@ -55,9 +78,26 @@ static int make_directories(const char *path, int *created)
     }
 }
 
+/* The inverse: as many as were made, as far as they are empty. */
+static void remove_directories(const char *path, uint32_t levels)
+{
+    char part[LAUNCHER_PATH_BYTES];
+    (void)snprintf(part, sizeof part, "%s", path);
+    for (size_t n = strlen(part); n > 1 && part[n - 1] == '/'; n--)
+        part[n - 1] = '\0';
+    for (; levels > 0 && rmdir(part) == 0; levels--) {
+        char *slash = strrchr(part, '/');
+        if (!slash || slash == part)
+            return;
+        *slash = '\0';
+    }
+}
+
 static int read_text(const char *path, char *out, size_t bytes)
 {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOATIME);
+    if (fd < 0 && errno == EPERM) /* another user's: an access time cannot be helped */
+        fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return -errno;
     ssize_t n = read(fd, out, bytes - 1);
@@ -73,7 +113,8 @@ static int write_text(const char *path, const char *text)
 {
     char aside[LAUNCHER_PATH_BYTES + 8];
     (void)snprintf(aside, sizeof aside, "%s.new", path);
-    int fd = open(aside, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    (void)unlink(aside); /* of a start that was killed */
+    int fd = open(aside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd < 0)
         return error_set(ERROR_FAILED, "%s: %s", aside, strerror(errno));
     ssize_t n = write(fd, text, strlen(text));
@@ -81,18 +122,6 @@ static int write_text(const char *path, const char *text)
     if (close(fd) < 0 || bad || rename(aside, path) < 0)
         return error_set(ERROR_FAILED, "%s: cannot write: %s", path, strerror(errno));
     return 0;
-}
-
-/* A store is written under this identity: its name must not be lost where the store is not. */
-static int sync_directory(const char *path)
-{
-    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    int rc = fd < 0 || fsync(fd) < 0
-                 ? error_set(ERROR_FAILED, "%s: fsync: %s", path, strerror(errno))
-                 : 0;
-    if (fd >= 0)
-        (void)close(fd); /* opened for reading */
-    return rc;
 }
 
 static int parse_id(const char *text, uint8_t id[RUN_ID_BYTES])
@@ -124,42 +153,94 @@ static int identify(struct run_dir *run)
     return write_text(path, text) < 0 ? -(int)error_kind_now() : sync_directory(run->path);
 }
 
-static int lock(struct run_dir *run)
+/* -- what killed launchers left -- */
+
+/* Only a socket directory that is ours by name, kind and owner: the text may be anybody's. */
+static void remove_socket(const char *endpoint)
 {
+    char directory[] = "/tmp/mtlaunch-XXXXXX";
+    const size_t name = sizeof directory - 1;
+    struct stat st;
+    if (strlen(endpoint) != name + 4 || strcmp(endpoint + name, "/ctl") != 0 ||
+        strncmp(endpoint, directory, name - 6) != 0 || memchr(endpoint + name - 6, '/', 6))
+        return;
+    memcpy(directory, endpoint, name);
+    int fd = open(directory, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0)
+        return;
+    if (fstat(fd, &st) == 0 && st.st_uid == geteuid()) {
+        (void)unlinkat(fd, "ctl", 0); /* a leftover; its absence is fine */
+        (void)rmdir(directory);       /* fails where something else lies in it */
+    }
+    (void)close(fd); /* a directory */
+}
+
+/* We hold the lock, so whoever wrote its text is dead. */
+static void remove_leftovers(const struct run_dir *run, enum run_dir_mode mode)
+{
+    static const char *const files[] = {"run.id.new", "config.toml.new"};
     char path[LAUNCHER_PATH_BYTES];
-    if (file_in(run, "run.lock", path) < 0)
-        return -(int)error_kind_now();
-    run->lock_fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    if (run->lock_fd < 0)
-        return error_set(ERROR_USER, "%s: %s", path, strerror(errno));
-    /* `mtlaunch stop` looks by taking the lock for an instant: that is no use of the run */
-    int rc = flock(run->lock_fd, LOCK_EX | LOCK_NB);
-    for (int i = 0; rc < 0 && errno == EWOULDBLOCK && i < LOCK_TRIES; i++) {
-        (void)usleep(LOCK_PAUSE_US);
-        rc = flock(run->lock_fd, LOCK_EX | LOCK_NB);
+    struct run_lock_text text;
+    if (run_lock_read(run->path, &text) == 0)
+        remove_socket(text.endpoint);
+    for (size_t i = 0; mode == RUN_DIR_CREATE && i < sizeof files / sizeof *files; i++)
+        if (file_in(run, files[i], path) == 0)
+            (void)unlink(path); /* there may be none */
+}
+
+/* -- who may write there -- */
+
+static int is_empty(const char *path)
+{
+    DIR *dir = opendir(path);
+    int found = 0;
+    while (dir && found == 0) {
+        const struct dirent *e = readdir(dir);
+        if (!e)
+            break;
+        found += strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0;
     }
-    if (rc < 0 && errno != EWOULDBLOCK)
-        return error_set(ERROR_FAILED, "%s: flock: %s", path, strerror(errno));
-    if (rc < 0) {
-        (void)error_set(ERROR_BUSY, "%s: the run is in use by a live process", run->path);
-        return error_hint("`mtlaunch stop %s` ends it after the step in flight", run->path);
-    }
+    if (dir)
+        (void)closedir(dir); /* read only */
+    return dir && found == 0;
+}
+
+static int tighten(struct run_dir *run, int fd, uint32_t mode)
+{
+    if (fchmod(fd, 0700) < 0)
+        return error_set(ERROR_FAILED, "%s: chmod: %s", run->path, strerror(errno));
+    run->mode_before = mode;
+    (void)fprintf(stderr, "run directory: access for others (mode %04o) was taken away: now 0700\n",
+                  mode);
     return 0;
 }
 
-/* An old launcher that was killed leaves its socket directory behind; only we know its name. */
-static void clean_socket(const struct run_dir *run)
+static int refuse_shared(const struct run_dir *run, const struct stat *st)
 {
-    char text[512] = "", *end;
-    ssize_t n = pread(run->lock_fd, text, sizeof text - 1, 0);
-    if (n <= 0 || text[0] != '/' || !(end = strchr(text, '\n')))
-        return;
-    *end = '\0';
-    (void)unlink(text); /* a leftover; its absence is fine */
-    if ((end = strrchr(text, '/')) && strstr(text, "mtlaunch-")) {
-        *end = '\0';
-        (void)rmdir(text);
+    (void)error_set(ERROR_USER,
+                    "[run] output_dir: %s: others may write there (mode %04o, owner %u): they could "
+                    "replace the run's files",
+                    run->path, st->st_mode & 07777, st->st_uid);
+    return error_hint("name a directory of your own, or a new one in it");
+}
+
+static int check_access(struct run_dir *run)
+{
+    char id[LAUNCHER_PATH_BYTES];
+    struct stat st;
+    int fd = open(run->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC), rc = 0;
+    if (fd < 0 || fstat(fd, &st) < 0 || file_in(run, "run.id", id) < 0) {
+        rc = error_set(ERROR_USER, "[run] output_dir: %s: %s", run->path, strerror(errno));
+    } else if (st.st_uid == geteuid() && (st.st_mode & 077) &&
+               (access(id, F_OK) == 0 || is_empty(run->path))) {
+        rc = tighten(run, fd, st.st_mode & 07777);
+    } else if ((st.st_mode & 022) ||
+               (geteuid() != 0 && st.st_uid != 0 && st.st_uid != geteuid())) {
+        rc = refuse_shared(run, &st);
     }
+    if (fd >= 0)
+        (void)close(fd); /* a directory */
+    return rc;
 }
 
 /* A directory that lost its run.id looks fresh, and still holds a store that took weeks. */
@@ -172,40 +253,150 @@ static void note_entries(struct run_dir *run)
             run->before |= 1u << i;
 }
 
-int run_dir_open(struct run_dir *run, const char *path, enum run_dir_mode mode)
+static int lock_run(struct run_dir *run, enum run_dir_mode mode)
+{
+    int created;
+    run->read_only = mode == RUN_DIR_READ_ONLY;
+    int rc = run_lock_take(run->path, "run", run->read_only ? RUN_LOCK_SHARED : RUN_LOCK_EXCLUSIVE,
+                           &run->lock_fd, &created);
+    if (rc < 0 || run->read_only)
+        return rc;
+    remove_leftovers(run, mode);
+    return run_dir_write_contact(run, "", "");
+}
+
+/* Is there a run, and may it be worked on? */
+static int check_path(struct run_dir *run, enum run_dir_mode mode)
 {
     char probe[LAUNCHER_PATH_BYTES];
+    if (mode == RUN_DIR_CREATE) {
+        if (make_directories(run->path, &run->levels) < 0)
+            return error_wrap("[run] output_dir");
+        return run->levels ? 0 : check_access(run);
+    }
+    if (file_in(run, "run.id", probe) < 0)
+        return -(int)error_kind_now();
+    return access(probe, R_OK) == 0 ? 0
+                                    : error_set(ERROR_USER,
+                                                "%s: not a run directory: no run.id in it",
+                                                run->path);
+}
+
+int run_dir_open(struct run_dir *run, const char *path, enum run_dir_mode mode)
+{
     memset(run, 0, sizeof *run);
     run->lock_fd = -1;
     if (snprintf(run->path, sizeof run->path, "%s", path) >= (int)sizeof run->path)
         return error_set(ERROR_USER, "%s: the path is too long", path);
-    if (mode == RUN_DIR_CREATE) {
-        if (make_directories(run->path, &run->created) < 0)
-            return error_wrap("[run] output_dir");
-    } else if (file_in(run, "run.id", probe) < 0 || access(probe, R_OK) < 0) {
-        return error_set(ERROR_USER, "%s: not a run directory: no run.id in it", path);
-    }
+    if (check_path(run, mode) < 0)
+        return -(int)error_kind_now();
     note_entries(run);
-    if (lock(run) < 0) {
+    if (lock_run(run, mode) < 0 || identify(run) < 0) {
         run_dir_close(run);
         return -(int)error_kind_now();
     }
-    clean_socket(run);
-    return identify(run);
+    return 0;
 }
 
 void run_dir_close(struct run_dir *run)
 {
     char before[LAUNCHER_PATH_BYTES];
+    for (uint32_t i = 0; i < run->n_stores; i++) {
+        if (run->stores[i].fd < 0)
+            continue;
+        if (!run->read_only)
+            run_lock_clear(run->stores[i].fd);
+        (void)close(run->stores[i].fd); /* the lock goes with it */
+    }
+    run->n_stores = 0;
     if (run->lock_fd >= 0) {
-        if (file_in(run, "config.toml.before", before) == 0)
+        if (!run->read_only && file_in(run, "config.toml.before", before) == 0)
             (void)unlink(before); /* there may be none */
-        (void)!ftruncate(run->lock_fd,
-                         0); /* no contact any more; a stale one is recognized anyway */
-        (void)close(run->lock_fd);
+        if (!run->read_only)
+            run_lock_clear(run->lock_fd);
+        (void)close(run->lock_fd); /* the lock goes with it */
     }
     run->lock_fd = -1;
 }
+
+/* -- the locks in the offload_dirs -- */
+
+static int is_same_directory(const char *a, const char *b)
+{
+    struct stat x, y;
+    return stat(a, &x) == 0 && stat(b, &y) == 0 && x.st_ino == y.st_ino && x.st_dev == y.st_dev;
+}
+
+/* 1 when the lock of this directory is ours already, as that of the run directory. */
+static int is_ours_already(const struct run_dir *run, const char *directory)
+{
+    for (uint32_t i = 0; i < run->n_stores; i++)
+        if (is_same_directory(directory, run->stores[i].directory))
+            return error_set(ERROR_USER, "offload_dir: %s: expected once, found twice", directory);
+    return is_same_directory(directory, run->path);
+}
+
+static int has_store(const char *directory)
+{
+    char path[LAUNCHER_PATH_BYTES + 16];
+    (void)snprintf(path, sizeof path, "%s/superblock", directory);
+    return access(path, F_OK) == 0;
+}
+
+static int lock_store(struct run_dir *run, const char *directory, enum run_dir_mode mode)
+{
+    struct store_lock *lock = &run->stores[run->n_stores];
+    struct run_lock_text text = {.pid = (int)getpid()};
+    memset(lock, 0, sizeof *lock);
+    lock->fd = -1;
+    if (snprintf(lock->directory, sizeof lock->directory, "%s", directory) >=
+        (int)sizeof lock->directory)
+        return error_set(ERROR_USER, "offload_dir: %s: the path is too long", directory);
+    if (mode != RUN_DIR_CREATE && !has_store(directory))
+        return 0; /* nothing to protect; io_worker tells what that means */
+    if (mode == RUN_DIR_CREATE && make_directories(directory, &lock->levels) < 0)
+        return error_wrap("offload_dir");
+    int rc = is_ours_already(run, directory);
+    if (rc != 0)
+        return rc < 0 ? rc : 0;
+    run->n_stores++;
+    rc = run_lock_take(directory, "store",
+                       mode == RUN_DIR_READ_ONLY ? RUN_LOCK_SHARED : RUN_LOCK_EXCLUSIVE, &lock->fd,
+                       &lock->created);
+    if (rc < 0 || mode == RUN_DIR_READ_ONLY)
+        return rc < 0 ? error_wrap("offload_dir") : 0;
+    (void)snprintf(text.path, sizeof text.path, "%s", run->path);
+    return run_lock_write(lock->fd, &text);
+}
+
+int run_dir_lock_stores(struct run_dir *run, const struct config *config, enum run_dir_mode mode)
+{
+    char own[LAUNCHER_PATH_BYTES];
+    uint64_t n = config->memory_offload_dir.count;
+    if (file_in(run, "store", own) < 0)
+        return -(int)error_kind_now();
+    if (n > RUN_STORES_MAX)
+        return error_set(ERROR_USER, "offload_dir: expected at most %d directories, found %llu",
+                         RUN_STORES_MAX, (unsigned long long)n);
+    for (uint64_t i = 0; i < (n ? n : 1); i++)
+        if (lock_store(run, n ? config->memory_offload_dir.items[i] : own, mode) < 0)
+            return -(int)error_kind_now();
+    return 0;
+}
+
+static void undo_stores(struct run_dir *run)
+{
+    char path[LAUNCHER_PATH_BYTES + 16];
+    for (uint32_t i = 0; i < run->n_stores; i++) {
+        struct store_lock *lock = &run->stores[i];
+        (void)snprintf(path, sizeof path, "%s/run.lock", lock->directory);
+        if (lock->created && lock->fd >= 0)
+            (void)unlink(path); /* held, so nobody else relies on it */
+        remove_directories(lock->directory, lock->levels);
+    }
+}
+
+/* -- configuration -- */
 
 static void announce(void *context, const char *line)
 {
@@ -242,6 +433,7 @@ int run_dir_adopt_config(struct run_dir *run, const struct config *config)
     }
     (void)link(path, aside); /* for run_dir_undo(); a file system without links only loses that */
     (void)snprintf(aside, sizeof aside, "%s.new", path);
+    (void)unlink(aside);
     if (config_write(config, aside) < 0)
         return -(int)error_kind_now();
     if (rename(aside, path) < 0)
@@ -251,30 +443,38 @@ int run_dir_adopt_config(struct run_dir *run, const struct config *config)
 
 int run_dir_write_contact(struct run_dir *run, const char *endpoint, const char *token)
 {
-    char text[PLAN_ENDPOINT_BYTES + PLAN_TOKEN_BYTES + 4];
-    int n = snprintf(text, sizeof text, "%s\n%s\n", endpoint, token);
-    if (ftruncate(run->lock_fd, 0) < 0 || pwrite(run->lock_fd, text, (size_t)n, 0) != n)
-        return error_set(ERROR_FAILED, "%s/run.lock: %s", run->path, strerror(errno));
-    return 0;
+    struct run_lock_text text = {.pid = (int)getpid()};
+    if (run->read_only)
+        return 0;
+    (void)snprintf(text.endpoint, sizeof text.endpoint, "%s", endpoint);
+    (void)snprintf(text.token, sizeof text.token, "%s", token);
+    (void)snprintf(text.path, sizeof text.path, "%s", run->path);
+    return run_lock_write(run->lock_fd, &text) < 0 ? error_wrap("%s", run->path) : 0;
+}
+
+/* Another's run directory lets us see neither lock nor token. */
+static int refuse_contact(const char *path, int code)
+{
+    struct stat st;
+    if (code == ENOENT || code == ENOTDIR)
+        return error_set(ERROR_USER, "%s: not a run directory: %s", path, strerror(code));
+    if (stat(path, &st) == 0 && st.st_uid != geteuid())
+        return error_set(ERROR_USER,
+                         "%s: the run of another user (uid %u): only that user and root may stop it",
+                         path, st.st_uid);
+    return error_set(ERROR_USER, "%s: %s", path, strerror(code));
 }
 
 int run_dir_read_contact(const char *path, char *endpoint, char *token)
 {
-    char file[LAUNCHER_PATH_BYTES], text[512];
-    if (snprintf(file, sizeof file, "%s/run.lock", path) >= (int)sizeof file)
-        return error_set(ERROR_USER, "%s: the path is too long", path);
-    int fd = open(file, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return error_set(ERROR_USER, "%s: not a run directory: %s", path, strerror(errno));
-    int free_now = flock(fd, LOCK_SH | LOCK_NB) == 0;
-    (void)close(fd);
-    int n = read_text(file, text, sizeof text);
-    char *line = n > 0 ? strchr(text, '\n') : NULL;
-    if (free_now || !line)
+    struct run_lock_text text;
+    int rc = run_lock_read(path, &text);
+    if (rc < 0)
+        return refuse_contact(path, -rc);
+    if (!text.endpoint[0] || !run_lock_is_held(path))
         return error_set(ERROR_USER, "%s: no run is alive there", path);
-    *line = '\0';
-    (void)snprintf(endpoint, PLAN_ENDPOINT_BYTES, "%.*s", PLAN_ENDPOINT_BYTES - 1, text);
-    (void)snprintf(token, PLAN_TOKEN_BYTES, "%.32s", line + 1);
+    (void)snprintf(endpoint, PLAN_ENDPOINT_BYTES, "%s", text.endpoint);
+    (void)snprintf(token, PLAN_TOKEN_BYTES, "%s", text.token);
     return 0;
 }
 
@@ -296,6 +496,7 @@ int run_dir_remove_tree(const char *path)
 void run_dir_undo(struct run_dir *run)
 {
     char path[LAUNCHER_PATH_BYTES], before[LAUNCHER_PATH_BYTES];
+    undo_stores(run);
     if (file_in(run, "config.toml", path) == 0 && file_in(run, "config.toml.before", before) == 0)
         (void)rename(before, path); /* absent where nothing was changed */
     /* of a run that was there before only config.toml may be new, written anew for one that was
@@ -304,7 +505,9 @@ void run_dir_undo(struct run_dir *run)
         if ((run->fresh || strcmp(entries[i], "config.toml") == 0) &&
             (run->before & 1u << i) == 0 && file_in(run, entries[i], path) == 0)
             (void)run_dir_remove_tree(path); /* the error that brought us here is the one to tell */
-    if (run->created)
-        (void)rmdir(run->path);
-    run->created = run->fresh = 0;
+    remove_directories(run->path, run->levels);
+    if (run->mode_before)
+        (void)chmod(run->path, run->mode_before); /* as it was found */
+    run->levels = 0;
+    run->fresh = 0;
 }

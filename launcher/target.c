@@ -58,7 +58,8 @@ static int read_target(struct target *t, struct launcher *l, const char *path, c
     if (!t->is_run)
         return folder_config(l, path, data);
     if (run_dir_open(&l->run, path, RUN_DIR_EXISTING) < 0 ||
-        run_dir_read_config(path, &l->config) < 0)
+        run_dir_read_config(path, &l->config) < 0 ||
+        run_dir_lock_stores(&l->run, &l->config, RUN_DIR_EXISTING) < 0)
         return -(int)error_kind_now();
     if (!data)
         return 0;
