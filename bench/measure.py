@@ -160,7 +160,7 @@ def anonymous_and_shared(pid):
     anonymous = shared = 0
     for line in open(f"/proc/{pid}/smaps"):
         if line[0] in "0123456789abcdef" and "-" in line.split(" ")[0]:
-            ours = "mtlaunch" in line and "/dev/shm" in line
+            ours = "/dev/shm/#" in line
         elif line.startswith("Anonymous:"):
             anonymous += int(line.split()[1]) * 1024
         elif line.startswith("Rss:") and ours:
@@ -191,7 +191,7 @@ def memory(args):
                 anonymous = sum(anonymous_and_shared(p)[0] for p in pids)
                 segment = max(os.stat(f"/proc/{p}/fd/{f}").st_size for p in pids[:1]
                               for f in os.listdir(f"/proc/{p}/fd")
-                              if "/dev/shm/mtlaunch" in os.readlink(f"/proc/{p}/fd/{f}"))
+                              if "/dev/shm/#" in os.readlink(f"/proc/{p}/fd/{f}"))
             except (OSError, ValueError):
                 break
             samples.append((steps, anonymous + segment))

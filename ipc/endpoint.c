@@ -3,7 +3,9 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/un.h>
+#include <unistd.h>
 #include <zmq.h>
 
 #include "procs/check.h"
@@ -42,6 +44,18 @@ static int set_option(void *socket, int option, int value)
     return zmq_setsockopt(socket, option, &value, sizeof value);
 }
 
+/* The kernel says who is at the other end (SO_PEERCRED); libzmq closes on any other user. The
+ * directory, the socket's mode and the token keep others out as well: this is the lock that needs
+ * no secret. */
+static int admit_users(void *socket)
+{
+    const uid_t users[] = {geteuid(), 0};
+    for (size_t i = 0; i < sizeof users / sizeof *users; i++)
+        if (zmq_setsockopt(socket, ZMQ_IPC_FILTER_UID, &users[i], sizeof users[i]) < 0)
+            return -1;
+    return 0;
+}
+
 static struct endpoint *open_socket(int type)
 {
     struct endpoint *e = calloc(1, sizeof *e);
@@ -75,8 +89,12 @@ int endpoint_bind(struct endpoint **endpoint, const char *address)
     if (set_option(e->socket, ZMQ_ROUTER_HANDOVER, 1) < 0 ||
         set_option(e->socket, ZMQ_ROUTER_MANDATORY, 1) < 0)
         return fail(e, "router options", address);
+    if (admit_users(e->socket) < 0)
+        return fail(e, "admitting only this user and root", address);
     if (zmq_bind(e->socket, address) < 0)
         return fail(e, "bind", address);
+    if (strncmp(address, "ipc://", 6) == 0 && chmod(address + 6, 0600) < 0)
+        return fail(e, "chmod", address);
     *endpoint = e;
     return 0;
 }

@@ -13,8 +13,8 @@
 
 struct endpoint;
 
-/* The launcher's end. `address`: "ipc://" and a path of fewer than PLAN_ENDPOINT_BYTES
- * bytes. */
+/* The launcher's end. `address`: "ipc://" and a path of fewer than PLAN_ENDPOINT_BYTES bytes. The
+ * socket has mode 0600, and peers of other users than this one and root are turned away. */
 int endpoint_bind(struct endpoint **endpoint, const char *address);
 
 /* A worker's or command's end, known to the launcher as `name`. */

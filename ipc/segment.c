@@ -47,18 +47,15 @@ static int write_plan(int fd, const struct plan *plan)
 
 int segment_create(const struct plan *plan, int *fd)
 {
-    char name[64];
     CHECK(plan->regions[REGION_PLAN].offset == 0 && plan->segment_bytes > 0);
     if (shm_room(plan->segment_bytes) < 0)
         return -(int)error_kind_now();
-    (void)snprintf(name, sizeof name, "/mtlaunch-%d-%u", (int)getpid(), plan->generation);
-    *fd = shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
-    if (*fd < 0 && errno == EEXIST &&
-        shm_unlink(name) == 0) /* of a launcher killed between these lines */
-        *fd = shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
-    if (*fd < 0)
-        return error_set(ERROR_FAILED, "shm_open %s: %s", name, strerror(errno));
-    (void)shm_unlink(name); /* our own name, made a line above */
+    /* never had a name, and O_EXCL: nobody can give it one */
+    *fd = open("/dev/shm", O_TMPFILE | O_RDWR | O_EXCL | O_CLOEXEC, 0600);
+    if (*fd < 0) {
+        (void)error_set(ERROR_FAILED, "/dev/shm: cannot make a nameless file: %s", strerror(errno));
+        return error_hint("a tmpfs must be mounted there");
+    }
     int rc;
     while ((rc = posix_fallocate(*fd, 0, (off_t)plan->segment_bytes)) == EINTR)
         ; /* a signal undoes it on tmpfs */

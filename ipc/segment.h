@@ -1,6 +1,9 @@
 /*
- * The shared segment of one generation: created by the launcher, unlinked at once, inherited by the
- * workers as a descriptor, so that nothing of it can be left behind however anybody dies.
+ * The shared segment of one generation: a file in /dev/shm that never has a name, made by the
+ * launcher and inherited by the workers as a descriptor, so that nothing of it can be left behind
+ * however anybody dies, and nobody else can open it. Not a memfd: /dev/shm has the size that the
+ * administrator or the container gave it, and a run that does not fit is to be refused with that
+ * number instead of meeting the OOM killer.
  *
  * A process attaches with its role, and gets each region mapped with the access that the topology
  * table gives it, and nothing else.

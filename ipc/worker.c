@@ -11,7 +11,9 @@
 #include "procs/check.h"
 #include "procs/clock.h"
 #include "procs/error.h"
+#include "procs/lifeline.h"
 #include "procs/log.h"
+#include "procs/printable.h"
 
 void worker_name(char *text, enum role role, uint32_t index)
 {
@@ -152,7 +154,8 @@ int worker_finish(struct worker *w, int rc)
             if (*plan_text_get(w->plan, w->plan->log_dir))
                 log_line(LOG_ERROR, "%s", error_text());
         } else {
-            (void)fprintf(stderr, "%s\n", error_text());
+            printable_put(error_text(), stderr);
+            (void)fputc('\n', stderr);
         }
         if (w->endpoint)
             send_message(w, MESSAGE_FAILED, (uint64_t)status, error_text());
@@ -192,7 +195,7 @@ static int must_leave(struct worker *w)
 {
     if (atomic_load_explicit(&w->orders->stopping, memory_order_acquire))
         return error_set(ERROR_STOPPED, "told to leave");
-    if (getppid() != w->parent_pid)
+    if (getppid() != w->parent_pid || lifeline_is_cut())
         return error_set(ERROR_STOPPED, "the launcher is gone");
     return 0;
 }

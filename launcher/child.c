@@ -12,9 +12,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "launcher/cgroup.h"
 #include "procs/check.h"
 #include "procs/clock.h"
 #include "procs/error.h"
+#include "procs/lifeline.h"
 
 static int pid_open(pid_t pid)
 {
@@ -40,10 +42,14 @@ static int program_path(char *out, size_t bytes, const char *name)
     return error_hint("build all of it with `make`");
 }
 
-static _Noreturn void become(const char *path, const char *name, int segment_fd, uint32_t index)
+static _Noreturn void become(const char *path, pid_t launcher, int segment_fd, uint32_t index)
 {
     char fd_text[16], index_text[16];
+    const char *name = strrchr(path, '/') + 1;
     sigset_t none;
+    if (lifeline_tie(launcher) < 0)
+        _exit(127);
+    cgroup_enter();
     (void)sigemptyset(&none);
     (void)sigprocmask(SIG_SETMASK, &none, NULL);
     (void)setpgid(0, 0); /* terminal signals are the launcher's alone */
@@ -59,14 +65,14 @@ int child_start(struct child *child, int segment_fd)
 {
     char path[PATH_MAX];
     const char *name = topology_role_name(child->role);
-    if (program_path(path, sizeof path, name) < 0)
+    if (program_path(path, sizeof path, name) < 0 || lifeline_open() < 0)
         return -(int)error_kind_now();
     (void)fflush(NULL);
-    pid_t pid = fork();
+    pid_t launcher = getpid(), pid = fork();
     if (pid < 0)
         return error_set(ERROR_FAILED, "fork: %s", strerror(errno));
     if (pid == 0)
-        become(path, name, segment_fd, child->index);
+        become(path, launcher, segment_fd, child->index);
     child->pid = pid;
     child->pid_fd = pid_open(pid);
     child->state = CHILD_RUNNING;

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "procs/error.h"
+#include "procs/printable.h"
 
 static const struct row {
     const char *name, *usage, *text;
@@ -43,8 +44,11 @@ static int help(void)
 
 int command_fail(void)
 {
-    if (*error_text())
-        (void)fprintf(stderr, "mtlaunch: %s\n", error_text());
+    if (*error_text()) {
+        (void)fputs("mtlaunch: ", stderr);
+        printable_put(error_text(), stderr); /* it may quote file names */
+        (void)fputc('\n', stderr);
+    }
     return (int)error_kind_now();
 }
 

@@ -14,6 +14,7 @@
 #include "launcher/target.h"
 #include "model/tokenizer_bytes.h"
 #include "procs/error.h"
+#include "procs/printable.h"
 
 enum {
     INFER_SEQ_LEN = 1024, /* of a Hugging Face folder, unless it has fewer positions */
@@ -103,18 +104,31 @@ static int generation_done(struct launcher *l)
     return atomic_load_explicit(&l->session.gpu->generated, memory_order_acquire) > 0;
 }
 
+/* A file gets the bytes that the model said; a terminal is not to obey them. */
+static void print_text(const char *text, uint64_t bytes)
+{
+    if (!isatty(STDOUT_FILENO))
+        (void)fwrite(text, 1, bytes, stdout);
+    else
+        for (uint64_t at = 0; at < bytes; at += strlen(text + at) + 1)
+            printable_put(text + at, stdout); /* NUL bytes are left out */
+}
+
 static void print_generation(struct launcher *l)
 {
     struct generated *g = segment_region(&l->session.segment, REGION_GENERATED, 0);
     const struct plan *plan = l->session.plan;
     for (uint64_t p = 0; p < g->prompts; p++) {
-        (void)fputs(plan_texts_get(plan, plan->generate.prompts, p), stdout);
-        for (uint64_t i = 0; i < generated_counts(g)[p]; i++) {
-            char byte;
-            if (tokenizer_bytes_decode(generated_tokens(g, p)[i], &byte))
-                (void)fputc(byte, stdout);
-        }
+        const char *prompt = plan_texts_get(plan, plan->generate.prompts, p);
+        uint64_t bytes = 0, tokens = generated_counts(g)[p];
+        char *text = calloc(tokens + 1, 1);
+        for (uint64_t i = 0; text && i < tokens; i++)
+            bytes += tokenizer_bytes_decode(generated_tokens(g, p)[i], text + bytes) ? 1 : 0;
+        print_text(prompt, strlen(prompt));
+        if (text)
+            print_text(text, bytes);
         (void)fputc('\n', stdout);
+        free(text);
     }
 }
 

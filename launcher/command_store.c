@@ -18,6 +18,7 @@
 #include "launcher/supervisor.h"
 #include "launcher/target.h"
 #include "procs/error.h"
+#include "procs/printable.h"
 
 enum { STOP_ANSWER_S = 10 };
 
@@ -98,8 +99,9 @@ static int absolute(const char *path, char *out, size_t bytes)
 
 static void print_export(struct launcher *l)
 {
-    (void)printf("exported step %llu to %s\n", (unsigned long long)l->session.io->resume_step,
-                 plan_text_get(l->session.plan, l->session.plan->checkpoint.export_dir));
+    (void)printf("exported step %llu to ", (unsigned long long)l->session.io->resume_step);
+    printable_put(plan_text_get(l->session.plan, l->session.plan->checkpoint.export_dir), stdout);
+    (void)fputc('\n', stdout);
 }
 
 int command_export(const struct arguments *a)

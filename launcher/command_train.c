@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "launcher/cgroup.h"
 #include "launcher/command.h"
 #include "launcher/coordinator.h"
 #include "launcher/metrics.h"
@@ -14,6 +15,8 @@
 #include "launcher/supervisor.h"
 #include "procs/error.h"
 #include "procs/fault.h"
+#include "procs/log.h"
+#include "procs/printable.h"
 
 /* Everything that can be known to be wrong without writing a byte. */
 static int read_inputs(struct launcher *l, const struct arguments *a)
@@ -59,6 +62,17 @@ static void tell_end(struct launcher *l)
     l->finished = committed >= l->coordinator.steps;
 }
 
+/* The launcher's own log: what it found and did to processes. One that cannot be kept stops nothing.
+ */
+static void open_log(const struct launcher *l)
+{
+    char path[LAUNCHER_PATH_BYTES + 8];
+    (void)snprintf(path, sizeof path, "%s/logs", l->run.path);
+    if (log_open(path, "launcher", l->config.log_max_size) < 0)
+        log_set_threshold(LOG_ERROR);
+    log_line(LOG_INFO, "started, pid %d", (int)getpid());
+}
+
 static int train(struct launcher *l, const struct supervisor_job *job)
 {
     if (run_dir_open(&l->run, l->config.run_output_dir, RUN_DIR_CREATE) < 0)
@@ -66,8 +80,14 @@ static int train(struct launcher *l, const struct supervisor_job *job)
     int rc = run_dir_lock_stores(&l->run, &l->config, RUN_DIR_CREATE);
     if (rc == 0)
         rc = run_dir_adopt_config(&l->run, &l->config);
-    if (rc == 0)
+    if (rc == 0) {
+        open_log(l);
+        cgroup_open(l->run.id);
         rc = supervisor_run(l, job);
+        cgroup_close();
+        log_line(LOG_INFO, "leaving, status %d", rc < 0 ? -rc : 0);
+        log_close();
+    }
     /* nothing of a run that could not even begin is left behind */
     if ((rc == -ERROR_USER || rc == -ERROR_FIT || rc == -ERROR_BUSY) && !l->metrics)
         run_dir_undo(&l->run);
@@ -119,7 +139,7 @@ static int replace_text(char **text, const char *value)
 
 static void tell_valid(struct launcher *l)
 {
-    (void)printf("%s", l->session.io->message);
+    printable_put(l->session.io->message, stdout);
     (void)printf("valid: %llu parameters in %llu pages, %s\n",
                  (unsigned long long)l->layout.parameters, (unsigned long long)l->layout.n_pages,
                  l->session.plan->bf16 ? "bfloat16" : "float32");

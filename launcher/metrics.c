@@ -11,6 +11,7 @@
 
 #include "model/tokenizer_bytes.h"
 #include "procs/error.h"
+#include "procs/printable.h"
 
 enum { METRICS_LINE_BYTES_MAX = 16384 };
 
@@ -163,6 +164,13 @@ int metrics_flush(struct metrics *m)
     return 0;
 }
 
+static void complain(void)
+{
+    (void)fputs("warning: ", stderr);
+    printable_put(error_text(), stderr);
+    (void)fputc('\n', stderr);
+}
+
 void metrics_event(struct metrics *m, const char *name, const char *fields)
 {
     char line[METRICS_LINE_BYTES_MAX - 1], when[32];
@@ -178,7 +186,7 @@ void metrics_event(struct metrics *m, const char *name, const char *fields)
                  ? metrics_append(m, line)
                  : error_set(ERROR_FAILED, "%s: event %s of %d bytes left out", m->path, name, n);
     if (rc < 0 && !m->complained++)
-        (void)fprintf(stderr, "warning: %s\n", error_text());
+        complain();
 }
 
 /* Bytes of the UTF-8 character at `text`, 0 if there is none: a model may say anything. */
@@ -203,8 +211,10 @@ const char *metrics_quote(char *out, uint64_t bytes, const char *text)
         size_t length = character_bytes(p);
         if (*p == '"' || *p == '\\')
             out[n++] = '\\';
-        if (length == 0 || *p < 0x20 || *p == 0x7f) {
-            n += (uint64_t)snprintf(out + n, bytes - n, "\\u%04x", length ? *p : 0xfffd);
+        int control = length != 0 && printable_control_bytes(p);
+        if (length == 0 || control) {
+            unsigned code = length == 2 ? p[1] : p[0]; /* a C1 control is 0xc2 and itself */
+            n += (uint64_t)snprintf(out + n, bytes - n, "\\u%04x", length ? code : 0xfffd);
         } else {
             memcpy(out + n, p, length);
             n += length;

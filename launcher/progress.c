@@ -10,6 +10,7 @@
 #include "launcher/size.h"
 #include "procs/clock.h"
 #include "procs/error.h"
+#include "procs/printable.h"
 
 enum { SAY_BYTES = 8192, SAY_PATIENCE_MS = 200, EMIT_BYTES = 4096 };
 enum { BAR_CELLS = 24, STARTUP_INTERVAL_MS = 500 };
@@ -150,17 +151,11 @@ void progress_startup(struct progress *p, const struct worker_control *control)
     show(p, line);
 }
 
-/* Text may come from the model: control bytes other than newline and tab are shown, not obeyed. */
+/* Text may come from the model or from another process. */
 static void put_clean(const char *text)
 {
     char clean[4 * SAY_BYTES];
-    size_t n = 0;
-    for (const unsigned char *c = (const unsigned char *)text; *c && n + 8 < sizeof clean; c++) {
-        if ((*c < 0x20 && *c != '\n' && *c != '\t') || *c == 0x7f)
-            n += (size_t)snprintf(clean + n, sizeof clean - n, "\\x%02x", *c);
-        else
-            clean[n++] = (char)*c;
-    }
+    size_t n = printable_copy(clean, sizeof clean - 1, text);
     clean[n++] = '\n';
     emit(clean, n, SAY_PATIENCE_MS);
 }

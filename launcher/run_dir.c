@@ -11,8 +11,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "launcher/orphans.h"
 #include "launcher/run_lock.h"
 #include "procs/error.h"
+#include "procs/printable.h"
 
 /* What a start makes in the run directory, in the order in which run_dir_undo() takes it away. */
 static const char *const entries[] = {"logs",        "cache",  "store",
@@ -291,7 +293,8 @@ int run_dir_open(struct run_dir *run, const char *path, enum run_dir_mode mode)
     if (check_path(run, mode) < 0)
         return -(int)error_kind_now();
     note_entries(run);
-    if (lock_run(run, mode) < 0 || identify(run) < 0) {
+    if (lock_run(run, mode) < 0 || identify(run) < 0 || orphans_mark(run->id) < 0 ||
+        (!run->read_only && orphans_end(run->id) < 0)) {
         run_dir_close(run);
         return -(int)error_kind_now();
     }
@@ -401,7 +404,9 @@ static void undo_stores(struct run_dir *run)
 static void announce(void *context, const char *line)
 {
     (void)context;
-    (void)fprintf(stderr, "changed: %s\n", line);
+    (void)fputs("changed: ", stderr);
+    printable_put(line, stderr);
+    (void)fputc('\n', stderr);
 }
 
 int run_dir_read_config(const char *path, struct config *config)

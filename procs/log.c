@@ -2,6 +2,7 @@
 
 #include "procs/check.h"
 #include "procs/error.h"
+#include "procs/printable.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -52,21 +53,13 @@ static void line_append(struct line *line, const char *text, size_t bytes)
     line->used += bytes;
 }
 
-/* Bytes of the control at `at`, 0 if none: ASCII, DEL, or C1 as UTF-8 (0xc2 0x80 to 0x9f). */
-static unsigned control_bytes(const unsigned char *at)
-{
-    if (at[0] < 0x20 || at[0] == 0x7f)
-        return 1;
-    return at[0] == 0xc2 && at[1] >= 0x80 && at[1] <= 0x9f ? 2 : 0;
-}
-
 static void line_append_escaped(struct line *line, const char *text)
 {
     unsigned controls = 0;
     for (const unsigned char *at = (const unsigned char *)text; *at; at++) {
         char escape[8];
         if (controls == 0)
-            controls = control_bytes(at);
+            controls = printable_control_bytes(at);
         if (controls == 0)
             (void)snprintf(escape, sizeof escape, "%c", *at);
         else if (*at == '\n' || *at == '\t' || *at == '\r')
@@ -105,7 +98,7 @@ static void line_end(struct line *line)
 /* Opens self.path for appending. 0 or -errno. */
 static int file_open(void)
 {
-    self.fd = open(self.path, O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
+    self.fd = open(self.path, O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
     if (self.fd < 0)
         return -errno;
     struct stat st;
@@ -221,7 +214,7 @@ int log_open(const char *dir, const char *name, uint64_t max_bytes)
                          LOG_LINE_BYTES_MAX, (unsigned long long)max_bytes);
     if (paths_set(dir, name) < 0)
         return error_wrap("log %s", name);
-    if (mkdir(dir, 0777) < 0 && errno != EEXIST) {
+    if (mkdir(dir, 0700) < 0 && errno != EEXIST) {
         error_set(ERROR_FAILED, "%s: cannot create the log directory: %s", dir, strerror(errno));
         return error_hint("output_dir must exist and be writable");
     }

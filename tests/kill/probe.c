@@ -107,7 +107,7 @@ static int look(struct view *v)
             continue;
         seen++;
         target[n] = '\0';
-        if (strncmp(target, "/dev/shm/mtlaunch-", 18) == 0)
+        if (strncmp(target, "/dev/shm/#", 10) == 0)
             found = map_file(v, path);
     }
     (void)closedir(d);

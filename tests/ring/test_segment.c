@@ -96,16 +96,20 @@ static void the_plan_stands_at_its_start_with_the_creators_pid(void **state)
     fixture_destroy(&f);
 }
 
-static void a_name_left_by_a_killed_launcher_is_replaced(void **state)
+static void nobody_can_give_it_a_name(void **state)
 {
     (void)state;
-    char name[64];
-    (void)snprintf(name, sizeof name, "/mtlaunch-%d-%d", (int)getpid(), FIXTURE_GENERATION);
-    int left = shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
-    assert_true(left >= 0);
+    char path[64], target[256], name[64];
     int fd = created();
-    assert_int_equal(entries_in_dev_shm(name + 1), 0);
-    (void)close(left);
+    (void)snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    (void)snprintf(name, sizeof name, "/dev/shm/mtlaunch-test-%d", (int)getpid());
+    ssize_t n = readlink(path, target, sizeof target - 1);
+    assert_true(n > 0);
+    target[n] = '\0';
+    assert_int_equal(strncmp(target, "/dev/shm/#", 10), 0);
+    assert_string_equal(target + n - strlen(" (deleted)"), " (deleted)");
+    assert_int_equal(linkat(AT_FDCWD, path, AT_FDCWD, name, AT_SYMLINK_FOLLOW), -1);
+    assert_int_equal(errno, ENOENT);
     done(fd);
 }
 
@@ -181,7 +185,7 @@ static uint64_t read_maps(int fd, unsigned char access[PAGES_MAX])
     while (fgets(line, sizeof line, maps)) {
         if (sscanf(line, "%" SCNx64 "-%" SCNx64 " %7s %" SCNx64 " %*s %" SCNu64, &from, &to, perms,
                    &offset, &inode) != 5 ||
-            inode != st.st_ino || !strstr(line, "mtlaunch-"))
+            inode != st.st_ino || !strstr(line, "/dev/shm/#"))
             continue;
         int bits = (perms[0] == 'r' ? MAPS_READ : 0) | (perms[1] == 'w' ? MAPS_WRITE : 0) |
                    (perms[2] == 'x' || perms[3] != 's' ? MAPS_OTHER : 0);
@@ -552,7 +556,7 @@ int main(void)
         cmocka_unit_test(creation_leaves_nothing_in_dev_shm),
         cmocka_unit_test(every_byte_of_a_segment_is_allocated),
         cmocka_unit_test(the_plan_stands_at_its_start_with_the_creators_pid),
-        cmocka_unit_test(a_name_left_by_a_killed_launcher_is_replaced),
+        cmocka_unit_test(nobody_can_give_it_a_name),
         cmocka_unit_test(a_segment_larger_than_dev_shm_does_not_fit),
         cmocka_unit_test(signals_do_not_disturb_the_allocation),
         cmocka_unit_test(every_role_maps_exactly_what_the_topology_says),

@@ -192,8 +192,9 @@ def status_5_when_the_store_is_in_use_by_another_run(t):
     run, other = (long_run(t, name, memory={"offload_dir": [disk]}) for name in ("run", "other"))
     with run.start() as b:
         b.wait_committed(2)
-        result = other.ok(status=USER)
+        result = other.ok(status=BUSY)
         check(result.seconds < 10 and disk in result.err, "another's store is named at once\n%s" % result)
+        check("process %d" % b.pid in result.err and run.dir in result.err, "who holds it is named\n%s" % result)
         check(not os.path.exists(other.dir), "its output directory was left behind")
         check(b.running(), "the first run has ended")
         b.signal(signal.SIGTERM)
