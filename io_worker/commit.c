@@ -127,6 +127,15 @@ void commit_table_fill(const struct commit_table_source *source, uint64_t offset
                  source->n_pages * sizeof(struct page_entry));
 }
 
+uint64_t commit_table_sequence(const void *header, const uint8_t run[RUN_UUID_BYTES])
+{
+    struct table_header found;
+    memcpy(&found, header, sizeof found);
+    return found.magic == TABLE_MAGIC && memcmp(found.run, run, sizeof found.run) == 0
+               ? found.sequence
+               : UINT64_MAX;
+}
+
 static uint64_t record_hash(const struct commit_record *record)
 {
     struct commit_record copy = *record;

@@ -159,6 +159,9 @@ struct commit_table_source {
 void commit_table_fill(const struct commit_table_source *source, uint64_t offset, void *out,
                        uint64_t bytes);
 
+/* The sequence that a table header of this run names, UINT64_MAX if it is none. */
+uint64_t commit_table_sequence(const void *header, const uint8_t run[RUN_UUID_BYTES]);
+
 /* Seals and checks a record's own hash, magic, layout version and uuids. verify: 0 or ERROR_FAILED.
  */
 void commit_record_seal(struct commit_record *record);

@@ -122,6 +122,8 @@ static int run_mode(struct io *io)
     int rc;
     if (mode == PLAN_DIGEST)
         return offline_digest(io);
+    if (mode == PLAN_SCRUB)
+        return scrub_run(io);
     if (mode == PLAN_EXPORT)
         return offline_export(io);
     if (mode != PLAN_GENERATE && (rc = start_data(io)) < 0)

@@ -194,4 +194,8 @@ static inline int exporter_busy(const struct io *io)
 int offline_digest(struct io *io);
 int offline_export(struct io *io);
 
+/* scrub.c: verifies the whole store; prints damage line by line, the summary goes into `message`.
+ */
+int scrub_run(struct io *io);
+
 #endif

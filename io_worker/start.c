@@ -41,6 +41,8 @@ int io_progress(void *context, enum store_activity activity, uint64_t done, uint
     enum worker_activity shown = activity == STORE_ZERO_FILLING       ? ACTIVITY_ZEROING
                                  : activity == STORE_WAITING_FOR_LOCK ? ACTIVITY_FENCE
                                                                       : ACTIVITY_RECOVERING;
+    if (shown == ACTIVITY_RECOVERING && io->plan->mode == PLAN_SCRUB)
+        shown = ACTIVITY_SCRUBBING;
     worker_progress(io->w, shown, done, total);
     return worker_check(io->w) < 0;
 }
@@ -154,6 +156,7 @@ int start_store(struct io *io, int *exists)
         .slots_per_page = plan->slots_per_page,
         .engine = (enum engine_kind)plan->io_engine,
         .engine_depth = ENGINE_DEPTH,
+        .read_only = plan->mode == PLAN_SCRUB,
         .on_progress = io_progress,
         .progress_context = io,
     };

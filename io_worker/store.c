@@ -114,10 +114,16 @@ static void file_close(struct store_file *file)
 }
 
 /* Opens; 1 if open, 0 if it does not exist, negative on error. */
-static int file_open(struct store_file *file, int flags)
+static int file_open(const struct store *store, struct store_file *file, int flags)
 {
     CHECK(file->fd < 0);
-    file->fd = open(file->path, O_RDWR | O_CLOEXEC | flags, 0600);
+    if (store->options.read_only) {
+        file->fd = open(file->path, O_RDONLY | O_CLOEXEC | O_NOATIME);
+        if (file->fd < 0 && errno == EPERM) /* another user's: an access time cannot be helped */
+            file->fd = open(file->path, O_RDONLY | O_CLOEXEC);
+    } else {
+        file->fd = open(file->path, O_RDWR | O_CLOEXEC | flags, 0600);
+    }
     if (file->fd >= 0)
         return 1;
     return errno == ENOENT || errno == ENOTDIR ? 0 : file_error(file->path, "cannot open");
@@ -144,8 +150,9 @@ static int file_lock(const struct store *store, const struct store_file *file)
     unsigned seconds = store->options.lock_timeout_s;
     const uint64_t limit_ms = 1000 * (uint64_t)(seconds ? seconds : STORE_LOCK_TIMEOUT_S);
     const uint64_t start = clock_now_ns();
+    const int how = store->options.read_only ? LOCK_SH : LOCK_EX;
     uint64_t told_ms = 0;
-    while (flock(file->fd, LOCK_EX | LOCK_NB) < 0) {
+    while (flock(file->fd, how | LOCK_NB) < 0) {
         if (errno != EWOULDBLOCK && errno != EINTR)
             return file_error(file->path, "cannot lock");
         uint64_t waited_ms = (clock_now_ns() - start) / 1000000;
@@ -432,7 +439,7 @@ int store_register_regions(struct store *store, const struct engine_region *regi
 /* Opens and locks a data file of a store that exists. */
 static int adopt_file(struct store *store, struct store_file *file, int flags)
 {
-    int found = file_open(file, flags);
+    int found = file_open(store, file, flags);
     if (found < 0)
         return found;
     if (found == 0) {
@@ -490,7 +497,7 @@ static int read_superblocks(struct store *store, unsigned *found)
     *found = 0;
     for (unsigned d = 0; d < store->options.n_directories; d++) {
         struct store_directory *directory = &store->directories[d];
-        int there = file_open(&directory->superblock, O_DSYNC);
+        int there = file_open(store, &directory->superblock, O_DSYNC);
         if (there < 0)
             return there;
         if (there == 0)
@@ -776,7 +783,7 @@ static int create_superblock(struct store *store, unsigned d)
     struct store_directory *directory = &store->directories[d];
     struct store_file fresh = {.fd = -1};
     (void)snprintf(fresh.path, sizeof fresh.path, "%.4080s/superblock.new", directory->path);
-    int rc = file_open(&fresh, O_CREAT | O_DSYNC);
+    int rc = file_open(store, &fresh, O_CREAT | O_DSYNC);
     if (rc == 0)
         rc = file_error(fresh.path, "cannot create");
     if (rc > 0)
@@ -804,7 +811,7 @@ static int create_superblock(struct store *store, unsigned d)
 static int allocate_file(struct store *store, struct store_file *file, int flags, uint64_t bytes)
 {
     if (file->fd < 0) {
-        int there = file_open(file, O_CREAT | flags);
+        int there = file_open(store, file, O_CREAT | flags);
         if (there <= 0)
             return there < 0 ? there : file_error(file->path, "cannot create");
         if (file_lock(store, file) < 0)

@@ -69,7 +69,8 @@ struct store_options {
     unsigned slots_per_page; /* 3, or 2 with verify_writes = false */
     enum engine_kind engine;
     unsigned engine_depth;
-    unsigned lock_timeout_s;                        /* 0: STORE_LOCK_TIMEOUT_S */
+    unsigned lock_timeout_s; /* 0: STORE_LOCK_TIMEOUT_S */
+    int read_only;           /* nothing is written, not even an access time; the locks are shared */
     uint32_t stripe_weights[STORE_DIRECTORIES_MAX]; /* all 0: measured at creation */
     store_progress *on_progress;                    /* may be NULL */
     void *progress_context;

@@ -72,4 +72,46 @@ struct store {
 int store_superblock_load(const struct store_file *file, struct superblock *newest,
                           unsigned *valid_copies);
 
+/* -- store_scan.c: the pieces of recovery and verification, for scrub.c -- */
+
+/* What a damage report needs. */
+struct store_damage_sink {
+    store_damage *on_damage; /* NULL: the first damage ends the work */
+    void *context;
+    uint64_t count;
+    uint64_t bytes; /* of pages looked at */
+    char first[1024];
+};
+
+/* Reports the current error as damage. */
+void store_damage_tell(struct store_damage_sink *sink, const char *file, uint64_t offset);
+
+struct store_ring {
+    struct commit_record records[COMMIT_RECORD_RING]; /* as on disk */
+    int valid[COMMIT_RECORD_RING];
+};
+
+/* Reads the whole ring into 4 KiB-aligned memory that the caller frees. Damaged records go to
+ * `sink`. */
+int store_ring_load(struct store *store, struct store_ring **ring, struct store_damage_sink *sink);
+/* NULL: none is valid. */
+const struct commit_record *store_ring_newest(const struct store_ring *ring);
+/* The record that `record` follows, if it is still in the ring. */
+const struct commit_record *store_ring_parent(const struct store_ring *ring,
+                                              const struct commit_record *record);
+
+int store_superblocks_verify(struct store *store, struct store_damage_sink *sink);
+
+/* Where the table lies that a record names; reads it and checks it against the record. */
+uint64_t store_table_offset(const struct commit_record *record);
+int store_table_load(struct store *store, const struct commit_record *record,
+                     struct page_entry *table);
+
+/* All pages of the table; those that `known` (may be NULL) names alike are left out. A page that
+ * fails is read once more before it counts as damaged. 0 (see sink->count) or ERROR_STOPPED. */
+int store_pages_verify(struct store *store, const struct page_entry *table,
+                       const struct page_entry *known, struct store_damage_sink *sink);
+
+int store_is_zero(const void *data, uint64_t bytes);
+
 #endif

@@ -176,7 +176,8 @@ static struct page_digest hash_value(const XXH3_state_t *state)
 struct page_scan {
     struct store *store;
     const struct page_entry *table;
-    uint64_t end; /* pages [.., end) */
+    const struct page_entry *known; /* another table: what it names too is left out; or NULL */
+    uint64_t end;                   /* pages [.., end) */
     /* producer */
     uint64_t next_page, next_at;
     /* consumer */
@@ -185,9 +186,16 @@ struct page_scan {
     uint64_t bad_page, bad_at; /* when take said no: where, in bytes from the slot's start */
 };
 
+static int is_known(const struct page_entry *known, const struct page_entry *table, uint64_t page)
+{
+    return known && memcmp(&known[page], &table[page], sizeof table[page]) == 0;
+}
+
 static int next_page_piece(void *context, struct piece *piece)
 {
     struct page_scan *scan = context;
+    while (scan->next_page < scan->end && is_known(scan->known, scan->table, scan->next_page))
+        scan->next_page++;
     if (scan->next_page == scan->end)
         return 0;
     const struct page_entry *entry = &scan->table[scan->next_page];
@@ -306,13 +314,14 @@ static int take_page_piece(void *context, const struct piece *piece, const void 
     return check_piece(scan, piece, data);
 }
 
-static uint64_t pages_bytes(const struct store *store, const struct page_entry *table)
+static uint64_t pages_bytes(const struct store *store, const struct page_entry *table,
+                            const struct page_entry *known)
 {
     uint64_t bytes = 0;
     for (uint64_t i = 0; i < store_n_pages(store); i++) {
         struct page_image_layout layout;
         store_page_layout(store, i, &layout);
-        bytes += page_image_bytes(&layout, table[i].codec);
+        bytes += is_known(known, table, i) ? 0 : page_image_bytes(&layout, table[i].codec);
     }
     return bytes;
 }
@@ -331,15 +340,7 @@ static int check_pages(struct page_scan *pages, struct scan *progress, uint64_t 
     return scan_run(progress);
 }
 
-/* What a damage report needs. */
-struct damage_sink {
-    store_damage *on_damage; /* NULL: the first damage ends the work */
-    void *context;
-    uint64_t count;
-    char first[1024];
-};
-
-static void tell_damage(struct damage_sink *sink, const char *file, uint64_t offset)
+void store_damage_tell(struct store_damage_sink *sink, const char *file, uint64_t offset)
 {
     if (sink->count++ == 0)
         (void)snprintf(sink->first, sizeof sink->first, "%s: offset %llu: %.700s", file,
@@ -348,22 +349,24 @@ static void tell_damage(struct damage_sink *sink, const char *file, uint64_t off
         sink->on_damage(sink->context, file, offset, error_text());
 }
 
-static void tell_page_damage(const struct page_scan *pages, struct damage_sink *sink)
+static void tell_page_damage(const struct page_scan *pages, struct store_damage_sink *sink)
 {
     const struct page_entry *entry = &pages->table[pages->bad_page];
     error_wrap("page %llu (layer %u, version %llu, slot %u)", (unsigned long long)entry->page,
                entry->layer, (unsigned long long)entry->version, entry->slot);
-    tell_damage(sink, store_file_path(pages->store, store_page_file(pages->store, entry->page)),
-                store_slot_offset(pages->store, entry->page, entry->slot) + pages->bad_at);
+    store_damage_tell(sink,
+                      store_file_path(pages->store, store_page_file(pages->store, entry->page)),
+                      store_slot_offset(pages->store, entry->page, entry->slot) + pages->bad_at);
 }
 
 /* All pages of the table. A page that fails is read once more before it counts as damaged. Returns
  * 0 (see sink->count for damage) or ERROR_STOPPED. */
-static int verify_pages(struct store *store, const struct page_entry *table,
-                        struct damage_sink *sink)
+int store_pages_verify(struct store *store, const struct page_entry *table,
+                       const struct page_entry *known, struct store_damage_sink *sink)
 {
-    struct page_scan pages = {.store = store, .table = table, .hash = hash_open()};
-    struct scan progress = {.activity = STORE_VERIFYING, .total_bytes = pages_bytes(store, table)};
+    struct page_scan pages = {.store = store, .table = table, .known = known, .hash = hash_open()};
+    struct scan progress = {.activity = STORE_VERIFYING,
+                            .total_bytes = pages_bytes(store, table, known)};
     const uint64_t n = store_n_pages(store);
     int rc = 0;
     uint64_t from = 0;
@@ -383,6 +386,7 @@ static int verify_pages(struct store *store, const struct page_entry *table,
         from = page + 1;
     }
     (void)XXH3_freeState(pages.hash);
+    sink->bytes += progress.done_bytes;
     return rc == -ERROR_STOPPED || sink->count > 0 ? rc : scan_tell(&progress);
 }
 
@@ -396,7 +400,7 @@ struct table_scan {
     XXH3_state_t *hash;
 };
 
-static uint64_t table_offset(const struct commit_record *record)
+uint64_t store_table_offset(const struct commit_record *record)
 {
     return record->table_place * record->table_bytes;
 }
@@ -408,7 +412,7 @@ static int next_table_piece(void *context, struct piece *piece)
     if (left == 0)
         return 0;
     *piece = (struct piece){.file = store_commit_file(scan->store),
-                            .offset = table_offset(scan->record) + scan->next_at,
+                            .offset = store_table_offset(scan->record) + scan->next_at,
                             .bytes = left < SCAN_CHUNK_BYTES ? left : SCAN_CHUNK_BYTES,
                             .at = scan->next_at};
     scan->next_at += piece->bytes;
@@ -443,8 +447,8 @@ static int entries_are_good(const struct store *store, const struct page_entry *
 }
 
 /* Reads the table a record names and checks it against the record. */
-static int load_table(struct store *store, const struct commit_record *record,
-                      struct page_entry *table)
+int store_table_load(struct store *store, const struct commit_record *record,
+                     struct page_entry *table)
 {
     const uint64_t expected = commit_table_bytes(store_n_pages(store));
     if (record->table_bytes != expected)
@@ -474,12 +478,7 @@ static int load_table(struct store *store, const struct commit_record *record,
     return 0;
 }
 
-struct ring_of_records {
-    struct commit_record records[COMMIT_RECORD_RING]; /* as on disk */
-    int valid[COMMIT_RECORD_RING];
-};
-
-static int is_zero(const void *data, uint64_t bytes)
+int store_is_zero(const void *data, uint64_t bytes)
 {
     const unsigned char *byte = data;
     for (uint64_t i = 0; i < bytes; i++)
@@ -490,7 +489,7 @@ static int is_zero(const void *data, uint64_t bytes)
 
 /* Reads the whole ring into 4 KiB-aligned memory that the caller frees. Damaged records go to
  * `sink`. */
-static int load_ring(struct store *store, struct ring_of_records **ring, struct damage_sink *sink)
+int store_ring_load(struct store *store, struct store_ring **ring, struct store_damage_sink *sink)
 {
     if (posix_memalign((void **)ring, SECTOR_BYTES, sizeof **ring) != 0)
         return error_set(ERROR_FAILED, "store: out of memory");
@@ -511,14 +510,14 @@ static int load_ring(struct store *store, struct ring_of_records **ring, struct 
             rc = error_set(ERROR_FAILED, "commit record: sequence %llu in place %u of the ring",
                            (unsigned long long)record->sequence, i);
         (*ring)->valid[i] = rc == 0;
-        if (rc < 0 && !is_zero(record, sizeof *record))
-            tell_damage(sink, store_file_path(store, store_commit_file(store)),
-                        commit_record_offset(n_pages, i));
+        if (rc < 0 && !store_is_zero(record, sizeof *record))
+            store_damage_tell(sink, store_file_path(store, store_commit_file(store)),
+                              commit_record_offset(n_pages, i));
     }
     return 0;
 }
 
-static const struct commit_record *newest_record(const struct ring_of_records *ring)
+const struct commit_record *store_ring_newest(const struct store_ring *ring)
 {
     const struct commit_record *newest = NULL;
     for (unsigned i = 0; i < COMMIT_RECORD_RING; i++)
@@ -528,8 +527,8 @@ static const struct commit_record *newest_record(const struct ring_of_records *r
 }
 
 /* The record that `record` follows, if it is still in the ring. */
-static const struct commit_record *parent_record(const struct ring_of_records *ring,
-                                                 const struct commit_record *record)
+const struct commit_record *store_ring_parent(const struct store_ring *ring,
+                                              const struct commit_record *record)
 {
     if (record->sequence == 0)
         return NULL;
@@ -557,26 +556,26 @@ enum page_checks { CHECK_TABLE_ONLY, CHECK_TABLE_AND_SLOTS };
 static int record_stands(struct store *store, const struct commit_record *record,
                          struct page_entry *table, enum page_checks checks)
 {
-    int rc = load_table(store, record, table);
+    int rc = store_table_load(store, record, table);
     if (rc == -ERROR_STOPPED)
         return rc;
     if (rc < 0)
         return error_wrap("%s: offset %llu", store_file_path(store, store_commit_file(store)),
-                          (unsigned long long)table_offset(record));
+                          (unsigned long long)store_table_offset(record));
     if (checks == CHECK_TABLE_ONLY)
         return 0;
-    struct damage_sink sink = {0};
-    rc = verify_pages(store, table, &sink);
+    struct store_damage_sink sink = {0};
+    rc = store_pages_verify(store, table, NULL, &sink);
     if (rc == 0 && sink.count > 0)
         rc = error_set(ERROR_FAILED, "%s", sink.first);
     return rc;
 }
 
-static int newest_that_stands(struct store *store, const struct ring_of_records *ring,
+static int newest_that_stands(struct store *store, const struct store_ring *ring,
                               struct commit_record *out, struct page_entry *table,
                               enum page_checks checks)
 {
-    const struct commit_record *newest = newest_record(ring);
+    const struct commit_record *newest = store_ring_newest(ring);
     if (newest == NULL)
         return no_record(store);
     *out = *newest;
@@ -585,7 +584,7 @@ static int newest_that_stands(struct store *store, const struct ring_of_records 
         return rc;
     char why[1024];
     (void)snprintf(why, sizeof why, "%.1000s", error_text());
-    const struct commit_record *parent = parent_record(ring, newest);
+    const struct commit_record *parent = store_ring_parent(ring, newest);
     if (parent == NULL) {
         error_set(ERROR_FAILED, "commit of step %llu is damaged: %s; its predecessor is not there",
                   (unsigned long long)newest->facts.step, why);
@@ -622,14 +621,15 @@ int store_flush(struct store *store)
 static int find_commit(struct store *store, struct commit_record *out, struct page_entry *table,
                        enum page_checks checks, uint64_t *fell_back)
 {
-    struct damage_sink ignored = {0};
-    struct ring_of_records *ring;
-    if (load_ring(store, &ring, &ignored) < 0)
+    struct store_damage_sink ignored = {0};
+    struct store_ring *ring;
+    if (store_ring_load(store, &ring, &ignored) < 0)
         return -ERROR_FAILED;
     int rc = newest_that_stands(store, ring, out, table, checks);
     if (rc == 0 && fell_back)
-        *fell_back =
-            newest_record(ring)->sequence != out->sequence ? newest_record(ring)->sequence : 0;
+        *fell_back = store_ring_newest(ring)->sequence != out->sequence
+                         ? store_ring_newest(ring)->sequence
+                         : 0;
     free(ring);
     return rc;
 }
@@ -647,7 +647,7 @@ int store_newest(struct store *store, struct commit_record *out, struct page_ent
     return find_commit(store, out, table, CHECK_TABLE_ONLY, NULL);
 }
 
-static int verify_superblocks(struct store *store, struct damage_sink *sink)
+int store_superblocks_verify(struct store *store, struct store_damage_sink *sink)
 {
     for (unsigned d = 0; d < store_directory_count(store); d++) {
         const struct store_file *file = &store->directories[d].superblock;
@@ -658,28 +658,29 @@ static int verify_superblocks(struct store *store, struct damage_sink *sink)
         for (unsigned i = 0; i < SUPERBLOCK_COPIES; i++)
             if ((valid >> i & 1) == 0) {
                 error_set(ERROR_FAILED, "superblock, copy %u: hash does not match", i);
-                tell_damage(sink, file->path, (uint64_t)i * SECTOR_BYTES);
+                store_damage_tell(sink, file->path, (uint64_t)i * SECTOR_BYTES);
             }
     }
     return 0;
 }
 
-static int verify_newest(struct store *store, const struct ring_of_records *ring,
+static int verify_newest(struct store *store, const struct store_ring *ring,
                          struct commit_record *out, struct page_entry *table,
-                         struct damage_sink *sink)
+                         struct store_damage_sink *sink)
 {
-    const struct commit_record *newest = newest_record(ring);
+    const struct commit_record *newest = store_ring_newest(ring);
     if (newest == NULL)
         return no_record(store);
     *out = *newest;
-    int rc = load_table(store, newest, table);
+    int rc = store_table_load(store, newest, table);
     if (rc == -ERROR_STOPPED)
         return rc;
     if (rc < 0) {
-        tell_damage(sink, store_file_path(store, store_commit_file(store)), table_offset(newest));
+        store_damage_tell(sink, store_file_path(store, store_commit_file(store)),
+                          store_table_offset(newest));
         return 0;
     }
-    return verify_pages(store, table, sink);
+    return store_pages_verify(store, table, NULL, sink);
 }
 
 static void drop_damage(void *context, const char *file, uint64_t offset, const char *text)
@@ -693,11 +694,11 @@ static void drop_damage(void *context, const char *file, uint64_t offset, const 
 int store_verify(struct store *store, struct commit_record *out, struct page_entry *table,
                  store_damage *on_damage, void *context)
 {
-    struct damage_sink sink = {.on_damage = on_damage ? on_damage : drop_damage,
-                               .context = context};
-    struct ring_of_records *ring;
-    if (store_flush(store) < 0 || verify_superblocks(store, &sink) < 0 ||
-        load_ring(store, &ring, &sink) < 0)
+    struct store_damage_sink sink = {.on_damage = on_damage ? on_damage : drop_damage,
+                                     .context = context};
+    struct store_ring *ring;
+    if (store_flush(store) < 0 || store_superblocks_verify(store, &sink) < 0 ||
+        store_ring_load(store, &ring, &sink) < 0)
         return -ERROR_FAILED;
     int rc = verify_newest(store, ring, out, table, &sink);
     free(ring);

@@ -96,6 +96,7 @@ struct worker_progress {
     X(FENCE, "waiting for the last I/O of a killed process")                                       \
     X(RECOVERING, "verifying the newest commit")                                                   \
     X(TAKEOVER, "taking over from the worker that died")                                           \
+    X(SCRUBBING, "verifying the store")                                                            \
     X(LOADING, "loading weights")                                                                  \
     X(WORKING, "working")                                                                          \
     X(EXPORTING, "exporting")
@@ -189,6 +190,7 @@ struct worker_control {
         committed_ns[PLAN_SLACK_STEPS];
     uint8_t state_hash[PLAN_SLACK_STEPS][16]; /* of complete step s at s % PLAN_SLACK_STEPS */
     uint8_t weights_hash[16];                 /* digest command */
+    uint64_t damages;                         /* scrub command: places found damaged */
 
     char lineage[CONTROL_LINEAGE_BYTES]; /* gpu: what bits depend on; io: that of the newest commit
                                           */

@@ -32,6 +32,7 @@ enum plan_mode {
     PLAN_EVALUATE, /* io and gpu: forward only over plan.data */
     PLAN_GENERATE, /* io and gpu: sample from plan.prompts */
     PLAN_DIGEST,   /* io alone: hashes recomputed from the bytes on disk */
+    PLAN_SCRUB,    /* io alone: every byte of the store verified, nothing written */
     PLAN_EXPORT,   /* io alone: a Hugging Face folder from the newest commit */
     PLAN_VALIDATE, /* io alone: data and weights checked, nothing written but the token cache */
 };

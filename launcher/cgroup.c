@@ -77,7 +77,8 @@ static int own_directory(const char *controller, char *out, size_t bytes)
         (void)fclose(f); /* read only */
     if (!found)
         return 0;
-    size_t skip = strcmp(root, "/") != 0 && strncmp(path, root, strlen(root)) == 0 ? strlen(root) : 0;
+    size_t skip =
+        strcmp(root, "/") != 0 && strncmp(path, root, strlen(root)) == 0 ? strlen(root) : 0;
     const char *below = strcmp(path + skip, "/") == 0 ? "" : path + skip;
     return snprintf(out, bytes, "%s%s", point, below) < (int)bytes;
 }
@@ -141,7 +142,7 @@ static void kill_all(void)
     (void)snprintf(path, sizeof path, "%s/cgroup.kill", self.path);
     int fd = open(path, O_WRONLY | O_CLOEXEC);
     if (fd < 0)
-        return; /* v1: the workers are killed one by one, and have no children */
+        return;               /* v1: the workers are killed one by one, and have no children */
     (void)!write(fd, "1", 1); /* nobody is in it any more but after an accident */
     (void)close(fd);          /* write has told */
 }

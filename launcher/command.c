@@ -23,6 +23,8 @@ static const struct row {
     {"eval", "RUN_DIR|HF_DIR --data FILE [--seq-len N]", "tokens, loss and perplexity",
      command_eval},
     {"digest", "RUN_DIR", "hashes recomputed from the bytes on disk", command_digest},
+    {"scrub", "RUN_DIR", "verify every byte of the store and the metrics, write nothing",
+     command_scrub},
     {"stop", "RUN_DIR", "finish the step, commit it, stop", command_stop},
     {"clean", "RUN_DIR", "free the store; exports, metrics and logs stay", command_clean},
 };
@@ -147,6 +149,17 @@ const char *options_positional(struct options *o)
             return o->a->items[i];
         }
     return NULL;
+}
+
+int options_only(const struct arguments *a, const char *usage, const char **path)
+{
+    struct options o;
+    if (options_open(&o, a) < 0)
+        return -(int)error_kind_now();
+    *path = options_positional(&o);
+    if (!*path)
+        return error_set(ERROR_USER, "expected %s", usage);
+    return options_close(&o);
 }
 
 int options_close(struct options *o)

@@ -23,6 +23,8 @@ int command_export(const struct arguments *a);
 int command_digest(const struct arguments *a);
 int command_stop(const struct arguments *a);
 int command_clean(const struct arguments *a);
+/* command_scrub.c */
+int command_scrub(const struct arguments *a);
 
 /* Prints "mtlaunch: error_text()" and returns the exit status of the error. */
 int command_fail(void);
@@ -39,6 +41,8 @@ int options_u64(struct options *o, const char *name, unsigned long long fallback
 int options_double(struct options *o, const char *name, double fallback, double *out);
 /* The next argument that is no option; NULL when there is none. */
 const char *options_positional(struct options *o);
+/* For commands that take one argument and no option; `usage` names it. */
+int options_only(const struct arguments *a, const char *usage, const char **path);
 /* ERROR_USER when an argument was left over. */
 int options_close(struct options *o);
 

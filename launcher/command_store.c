@@ -33,17 +33,6 @@ static void print_digest(struct launcher *l)
                  (unsigned long long)l->session.io->resume_step, state, weights);
 }
 
-static int only_argument(const struct arguments *a, const char *usage, const char **path)
-{
-    struct options o;
-    if (options_open(&o, a) < 0)
-        return -(int)error_kind_now();
-    *path = options_positional(&o);
-    if (!*path)
-        return error_set(ERROR_USER, "expected %s", usage);
-    return options_close(&o);
-}
-
 static int open_run(struct target *target, struct launcher *l, const char *path)
 {
     int rc = target_open(target, l, path, NULL);
@@ -58,7 +47,7 @@ int command_digest(const struct arguments *a)
     struct target target = {0};
     struct supervisor_job job = {.request = {.mode = PLAN_DIGEST}, .done = print_digest};
     const char *path = NULL;
-    int rc = only_argument(a, "digest RUN_DIR", &path);
+    int rc = options_only(a, "digest RUN_DIR", &path);
     if (rc == 0)
         rc = open_run(&target, &l, path);
     if (rc == 0)
@@ -160,7 +149,7 @@ int command_stop(const struct arguments *a)
         address[PLAN_ENDPOINT_BYTES + 8], name[32];
     struct endpoint *endpoint = NULL;
     unsigned long long step = 0;
-    int rc = only_argument(a, "stop RUN_DIR", &path);
+    int rc = options_only(a, "stop RUN_DIR", &path);
     if (rc == 0)
         rc = run_dir_read_contact(path, endpoint_path, token);
     if (rc < 0)
@@ -265,7 +254,7 @@ int command_clean(const struct arguments *a)
     struct target target = {0};
     const char *path = NULL;
     char real[PATH_MAX];
-    int rc = only_argument(a, "clean RUN_DIR", &path);
+    int rc = options_only(a, "clean RUN_DIR", &path);
     if (rc == 0 && !realpath(path, real))
         rc = error_set(ERROR_USER, "%s: %s", path, strerror(errno));
     if (rc == 0)

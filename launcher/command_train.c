@@ -12,6 +12,7 @@
 #include "launcher/plan_build.h"
 #include "launcher/progress.h"
 #include "launcher/run_dir.h"
+#include "launcher/scratch.h"
 #include "launcher/supervisor.h"
 #include "procs/error.h"
 #include "procs/fault.h"
@@ -62,7 +63,8 @@ static void tell_end(struct launcher *l)
     l->finished = committed >= l->coordinator.steps;
 }
 
-/* The launcher's own log: what it found and did to processes. One that cannot be kept stops nothing.
+/* The launcher's own log: what it found and did to processes. One that cannot be kept stops
+ * nothing.
  */
 static void open_log(const struct launcher *l)
 {
@@ -150,24 +152,21 @@ int command_validate(const struct arguments *a)
     struct launcher l = {.signal_fd = -1, .run.lock_fd = -1};
     struct supervisor_job job = {.request = {.mode = PLAN_VALIDATE}, .done = tell_valid};
     struct plan_request training = {.mode = PLAN_TRAIN};
-    char scratch[] = "/tmp/mtlaunch-validate-XXXXXX";
+    struct scratch scratch = {.fd = -1};
     int rc = read_inputs(&l, a);
     if (rc == 0)
         rc = preflight(&l, &training);
-    if (rc == 0 && !mkdtemp(scratch))
-        rc = error_set(ERROR_FAILED, "/tmp: cannot make a scratch directory");
-    int made = rc == 0;
     if (rc == 0)
-        rc = replace_text(&l.config.data_cache_dir, scratch);
+        rc = scratch_make(&scratch);
+    if (rc == 0)
+        rc = replace_text(&l.config.data_cache_dir, scratch.path);
     if (rc == 0)
         rc = progress_open(&l.progress, CONFIG_PROGRESS_NONE, 1);
     if (rc == 0)
         rc = supervisor_open_signals(&l);
     if (rc == 0)
         rc = supervisor_run(&l, &job);
-    if (made)
-        (void)run_dir_remove_tree(
-            scratch); /* a leftover in /tmp is no reason to call the file invalid */
+    scratch_remove(&scratch);
     int status = rc < 0 ? command_fail() : 0;
     close_all(&l);
     return status;

@@ -52,9 +52,9 @@ struct run_dir {
     char path[LAUNCHER_PATH_BYTES];
     uint8_t id[RUN_ID_BYTES];
     int lock_fd;
-    int read_only;        /* opened to look: nothing is written, the locks are shared */
-    uint32_t levels;      /* directories of the path made by this process; or only, */
-    int fresh;            /* the run in it: both go again if the start fails on the user's account */
+    int read_only;   /* opened to look: nothing is written, the locks are shared */
+    uint32_t levels; /* directories of the path made by this process; or only, */
+    int fresh;       /* the run in it: both go again if the start fails on the user's account */
     uint32_t mode_before; /* of a directory that was tightened; 0 = it was not */
     uint32_t before;      /* bit i: run_dir.c's entry i was there before this process */
     struct store_lock stores[RUN_STORES_MAX];

@@ -86,20 +86,57 @@ static uint64_t memory_available(void)
     return (uint64_t)kib * 1024;
 }
 
+/* What the files of a memory controller are called. */
+struct memory_files {
+    const char *limit, *usage, *cache;
+};
+
+static const struct memory_files v1_files = {"memory.limit_in_bytes", "memory.usage_in_bytes",
+                                             "total_inactive_file"};
+static const struct memory_files v2_files = {"memory.max", "memory.current", "inactive_file"};
+
+/* Page cache that the kernel gives up before it kills: counted as used, and yet free. */
+static uint64_t reclaimable(const char *group, const char *field)
+{
+    char path[4096], line[256], name[64];
+    unsigned long long bytes = 0, value;
+    (void)snprintf(path, sizeof path, "%.3900s/memory.stat", group);
+    FILE *f = fopen(path, "re");
+    while (f && bytes == 0 && fgets(line, sizeof line, f))
+        if (sscanf(line, "%63s %llu", name, &value) == 2 && strcmp(name, field) == 0)
+            bytes = value;
+    if (f)
+        (void)fclose(f); /* read only */
+    return bytes;
+}
+
+/* Room under the limit of one cgroup, a directory; UINT64_MAX without one. */
+static uint64_t room_in_group(const char *group, const struct memory_files *files)
+{
+    char path[4096];
+    uint64_t max, used;
+    (void)snprintf(path, sizeof path, "%.3900s/%s", group, files->limit);
+    if (read_number(path, &max) < 0 || max >= (1ull << 60))
+        return UINT64_MAX;
+    (void)snprintf(path, sizeof path, "%.3900s/%s", group, files->usage);
+    if (read_number(path, &used) < 0)
+        return max;
+    uint64_t cache = reclaimable(group, files->cache);
+    used = used > cache ? used - cache : 0;
+    return max > used ? max - used : 0;
+}
+
 /* Room under the limits of one cgroup and all above it. */
-static uint64_t room_in_hierarchy(const char *root, const char *group, const char *limit,
-                                  const char *usage)
+static uint64_t room_in_hierarchy(const char *root, const char *group,
+                                  const struct memory_files *files)
 {
     char path[4096], at[2048];
-    uint64_t room = UINT64_MAX, max, used;
+    uint64_t room = UINT64_MAX;
     (void)snprintf(at, sizeof at, "%s", group);
     for (;;) {
-        (void)snprintf(path, sizeof path, "%s%s/%s", root, at, limit);
-        if (read_number(path, &max) == 0) {
-            (void)snprintf(path, sizeof path, "%s%s/%s", root, at, usage);
-            if (read_number(path, &used) == 0 && max < (1ull << 60))
-                room = max > used ? (max - used < room ? max - used : room) : 0;
-        }
+        (void)snprintf(path, sizeof path, "%s%s", root, at);
+        uint64_t here = room_in_group(path, files);
+        room = here < room ? here : room;
         char *slash = strrchr(at, '/');
         if (!slash || !at[1])
             return room;
@@ -123,10 +160,9 @@ static uint64_t cgroup_room(void)
         if (!group)
             continue;
         if (strncmp(line, "0::", 3) == 0)
-            here = room_in_hierarchy("/sys/fs/cgroup", group + 1, "memory.max", "memory.current");
+            here = room_in_hierarchy("/sys/fs/cgroup", group + 1, &v2_files);
         else if (strstr(line, ":memory:"))
-            here = room_in_hierarchy("/sys/fs/cgroup/memory", group + 1, "memory.limit_in_bytes",
-                                     "memory.usage_in_bytes");
+            here = room_in_hierarchy("/sys/fs/cgroup/memory", group + 1, &v1_files);
         room = here < room ? here : room;
     }
     (void)fclose(f);

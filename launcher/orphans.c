@@ -132,10 +132,11 @@ static int wait_for_end(int pidfd, const struct process *p)
             continue;
         struct process now = *p;
         (void)read_process(p->pid, &now); /* gone by now: the old state is told */
-        (void)error_set(ERROR_BUSY,
-                        "process %d (%s, state %c) of a dead launcher of this run cannot be killed: "
-                        "not ended after %d s",
-                        p->pid, p->name, now.state, ORPHAN_WAIT_S);
+        (void)error_set(
+            ERROR_BUSY,
+            "process %d (%s, state %c) of a dead launcher of this run cannot be killed: "
+            "not ended after %d s",
+            p->pid, p->name, now.state, ORPHAN_WAIT_S);
         return error_hint("its I/O may still be under way; nothing was changed. State D: a drive "
                           "does not answer; T: it is frozen or traced");
     }

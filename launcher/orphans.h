@@ -10,8 +10,8 @@
  *
  * An orphan is a process of ours, named like a worker, with this run's id, whose parent is not the
  * launcher that started it (another start time: it was handed to init or a subreaper). A live run
- * is never touched, not even that of a copied run directory with the same id: its workers have their
- * launcher. The kill goes through a pidfd, opened before all that is checked again, so that a
+ * is never touched, not even that of a copied run directory with the same id: its workers have
+ * their launcher. The kill goes through a pidfd, opened before all that is checked again, so that a
  * reused process id is never hit.
  */
 #ifndef LAUNCHER_ORPHANS_H

@@ -29,7 +29,8 @@ static int file_in(const struct run_dir *run, const char *name, char *out)
     return 0;
 }
 
-/* A new name is durable when the directory it stands in was flushed: a store is written under it. */
+/* A new name is durable when the directory it stands in was flushed: a store is written under it.
+ */
 static int sync_directory(const char *path)
 {
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -219,10 +220,11 @@ static int tighten(struct run_dir *run, int fd, uint32_t mode)
 
 static int refuse_shared(const struct run_dir *run, const struct stat *st)
 {
-    (void)error_set(ERROR_USER,
-                    "[run] output_dir: %s: others may write there (mode %04o, owner %u): they could "
-                    "replace the run's files",
-                    run->path, st->st_mode & 07777, st->st_uid);
+    (void)error_set(
+        ERROR_USER,
+        "[run] output_dir: %s: others may write there (mode %04o, owner %u): they could "
+        "replace the run's files",
+        run->path, st->st_mode & 07777, st->st_uid);
     return error_hint("name a directory of your own, or a new one in it");
 }
 
@@ -236,8 +238,7 @@ static int check_access(struct run_dir *run)
     } else if (st.st_uid == geteuid() && (st.st_mode & 077) &&
                (access(id, F_OK) == 0 || is_empty(run->path))) {
         rc = tighten(run, fd, st.st_mode & 07777);
-    } else if ((st.st_mode & 022) ||
-               (geteuid() != 0 && st.st_uid != 0 && st.st_uid != geteuid())) {
+    } else if ((st.st_mode & 022) || (geteuid() != 0 && st.st_uid != 0 && st.st_uid != geteuid())) {
         rc = refuse_shared(run, &st);
     }
     if (fd >= 0)
@@ -278,10 +279,9 @@ static int check_path(struct run_dir *run, enum run_dir_mode mode)
     }
     if (file_in(run, "run.id", probe) < 0)
         return -(int)error_kind_now();
-    return access(probe, R_OK) == 0 ? 0
-                                    : error_set(ERROR_USER,
-                                                "%s: not a run directory: no run.id in it",
-                                                run->path);
+    return access(probe, R_OK) == 0
+               ? 0
+               : error_set(ERROR_USER, "%s: not a run directory: no run.id in it", run->path);
 }
 
 int run_dir_open(struct run_dir *run, const char *path, enum run_dir_mode mode)
@@ -464,9 +464,9 @@ static int refuse_contact(const char *path, int code)
     if (code == ENOENT || code == ENOTDIR)
         return error_set(ERROR_USER, "%s: not a run directory: %s", path, strerror(code));
     if (stat(path, &st) == 0 && st.st_uid != geteuid())
-        return error_set(ERROR_USER,
-                         "%s: the run of another user (uid %u): only that user and root may stop it",
-                         path, st.st_uid);
+        return error_set(
+            ERROR_USER, "%s: the run of another user (uid %u): only that user and root may stop it",
+            path, st.st_uid);
     return error_set(ERROR_USER, "%s: %s", path, strerror(code));
 }
 

@@ -18,9 +18,8 @@ enum { LOCK_TRIES = 5, LOCK_PAUSE_US = 20000, RENAMED_TRIES = 20 };
 static int lock_path(const char *directory, char *out, size_t bytes)
 {
     int n = snprintf(out, bytes, "%s/run.lock", directory);
-    return n > 0 && n < (int)bytes
-               ? 0
-               : error_set(ERROR_USER, "%s: the path is too long", directory);
+    return n > 0 && n < (int)bytes ? 0
+                                   : error_set(ERROR_USER, "%s: the path is too long", directory);
 }
 
 /* Reads without leaving an access time where the kernel lets us. */
@@ -148,9 +147,8 @@ static int try_to_take(const char *path, const char *directory, const char *what
                          errno == ELOOP ? "a symbolic link, expected a file" : strerror(errno));
     int rc = is_plain_file(*fd) ? 1 : error_set(ERROR_USER, "%s: expected a plain file", path);
     if (rc > 0 && flock_patiently(*fd, how == RUN_LOCK_SHARED ? LOCK_SH : LOCK_EX) < 0)
-        rc = errno == EWOULDBLOCK
-                 ? busy(*fd, directory, what)
-                 : error_set(ERROR_FAILED, "%s: flock: %s", path, strerror(errno));
+        rc = errno == EWOULDBLOCK ? busy(*fd, directory, what)
+                                  : error_set(ERROR_FAILED, "%s: flock: %s", path, strerror(errno));
     if (rc > 0)
         rc = is_still_there(*fd, path);
     if (rc <= 0) {

@@ -82,14 +82,10 @@ int target_open(struct target *t, struct launcher *l, const char *path, const ch
         return error_set(
             ERROR_USER,
             "%s: neither a run directory (run.id) nor a Hugging Face folder (config.json)", path);
-    (void)snprintf(t->scratch, sizeof t->scratch, "/tmp/mtlaunch-cache-XXXXXX");
-    if (!mkdtemp(t->scratch)) {
-        t->scratch[0] = '\0';
-        return error_set(ERROR_FAILED, "/tmp: cannot make a scratch directory: %s",
-                         strerror(errno));
-    }
+    if (scratch_make(&t->scratch) < 0)
+        return -(int)error_kind_now();
     if (read_target(t, l, real, data ? data_real : NULL) < 0 ||
-        replace(&l->config.data_cache_dir, t->scratch) < 0 ||
+        replace(&l->config.data_cache_dir, t->scratch.path) < 0 ||
         plan_load_model(&l->config, &l->layout) < 0)
         return -(int)error_kind_now();
     return 0;
@@ -113,7 +109,6 @@ int target_close(struct target *t, struct launcher *l, int rc)
     config_destroy(&l->config);
     if (l->signal_fd >= 0)
         (void)close(l->signal_fd);
-    if (t->scratch[0])
-        (void)run_dir_remove_tree(t->scratch); /* a leftover in /tmp is no failure of the command */
+    scratch_remove(&t->scratch);
     return status;
 }

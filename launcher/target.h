@@ -5,11 +5,12 @@
 #define LAUNCHER_TARGET_H
 
 #include "launcher/launcher.h"
+#include "launcher/scratch.h"
 #include "launcher/supervisor.h"
 
 struct target {
     int is_run;
-    char scratch[64]; /* token cache of this command, removed at the end */
+    struct scratch scratch; /* token cache of this command */
 };
 
 /* Finds out what `path` is, reads configuration and model into `l`. `data`: a file to read in place

@@ -10,6 +10,9 @@
 #include <string_view>
 #include <vector>
 
+#include <fcntl.h>
+#include <unistd.h>
+
 // toml++ 3.3 guards its parser with assertions that a malformed file can reach ("[&" is one: issue
 // 294 of marzer/tomlplusplus). An abort, or with NDEBUG undefined behaviour, is no answer to a
 // typing error, so here a failed assertion is thrown, and becomes an error like any other.
@@ -241,7 +244,10 @@ int refuse_file(const char *path, int code)
 
 int read_whole_file(const char *path, std::string &text)
 {
-    std::FILE *file = std::fopen(path, "rbe");
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOATIME); // reading is no use of a run
+    if (fd < 0 && errno == EPERM)
+        fd = open(path, O_RDONLY | O_CLOEXEC); // another user's file
+    std::FILE *file = fd < 0 ? nullptr : fdopen(fd, "rb");
     if (!file)
         return refuse_file(path, errno);
     text.resize(file_bytes_max + 1);

@@ -73,6 +73,19 @@ cleanup:
     return rc;
 }
 
+int jsonl_object_check(const char *line, size_t n)
+{
+    json_error_t e;
+    json_t *root = json_loadb(line, n, JSON_REJECT_DUPLICATES, &e); /* at the root: no other type */
+    int rc = json_is_object(root) ? 0
+             : root
+                 ? error_set(ERROR_USER, "expected a JSON object, found %s", type_name(root))
+                 : error_set(ERROR_USER, "expected a JSON object, found an error at column %d: %s",
+                             e.column, e.text);
+    json_decref(root);
+    return rc;
+}
+
 const char *jsonl_text_bytes(const struct jsonl_text *document, size_t *n)
 {
     const json_t *text = (const json_t *)document;

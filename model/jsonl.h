@@ -19,6 +19,10 @@ struct jsonl_text;
  */
 int jsonl_text_parse(const char *line, size_t n, struct jsonl_text **document);
 
+/* 0 if the line is one whole JSON object without duplicate keys, else -ERROR_USER with the column.
+ */
+int jsonl_object_check(const char *line, size_t n);
+
 const char *jsonl_text_bytes(const struct jsonl_text *document, size_t *n);
 
 void jsonl_text_free(struct jsonl_text *document);

@@ -28,7 +28,8 @@ static void text_newlines_and_tabs_stay(void **state)
 {
     (void)state;
     expect("", "");
-    expect("a line\n\tand another, \xc3\xa9\xe2\x82\xac", "a line\n\tand another, \xc3\xa9\xe2\x82\xac");
+    expect("a line\n\tand another, \xc3\xa9\xe2\x82\xac",
+           "a line\n\tand another, \xc3\xa9\xe2\x82\xac");
     expect("bytes that are no UTF-8 \xff\xc2", "bytes that are no UTF-8 \xff\xc2");
 }
 
@@ -36,7 +37,10 @@ static void control_bytes_are_shown(void **state)
 {
     (void)state;
     expect("\x1b[31mred\x07\r\x7f", "\\x1b[31mred\\x07\\x0d\\x7f");
-    expect("\xc2\x9b" "31m", "\\xc2\\x9b" "31m");
+    expect("\xc2\x9b"
+           "31m",
+           "\\xc2\\x9b"
+           "31m");
     expect("\xc2\xa0 is no control", "\xc2\xa0 is no control");
     for (int c = 1; c < 0x20; c++) {
         char text[2] = {(char)c, '\0'}, shown[8];
