@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "launcher/command.h"
+#include "launcher/metrics.h"
 #include "launcher/plan_build.h"
 #include "launcher/progress.h"
 #include "launcher/run_dir.h"
@@ -202,6 +203,10 @@ int command_scrub(const struct arguments *a)
         rc = supervisor_open_signals(&l);
     if (rc == 0 && whole > 0)
         rc = supervisor_run(&l, &job);
+    if (rc == -ERROR_USER && whole > 0 && metrics_has_steps(l.run.path)) {
+        tell_damage(l.run.path, 0); /* no store, or none that ever had a commit */
+        rc = 0;
+    }
     if (rc == 0)
         rc = verdict();
     (void)fflush(stdout); /* before what is told on stderr */
