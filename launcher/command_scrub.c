@@ -169,7 +169,7 @@ static int open_to_look(struct launcher *l, const char *path)
     (void)snprintf(id, sizeof id, "%s/run.id", path);
     (void)snprintf(config, sizeof config, "%s/config.toml", path);
     if (run_dir_open(&l->run, path, RUN_DIR_READ_ONLY) < 0) {
-        if (error_kind_now() != ERROR_USER || access(id, R_OK) < 0)
+        if (error_kind_now() != ERROR_USER || !strstr(error_text(), "/run.id: "))
             return -(int)error_kind_now();
         tell_damage(id, 0);
         return 0;
