@@ -37,6 +37,7 @@ struct scrub {
     struct store_ring *ring;
     void *sector; /* aligned for direct I/O */
     const struct commit_record *newest, *parent;
+    struct page_entry *newest_table, *parent_table; /* (n_pages) each */
     enum commit_verdict newest_verdict, parent_verdict;
     uint64_t slots_older, slots_empty, slots_torn; /* that neither commit names */
 };
@@ -158,12 +159,12 @@ static int check_newest(struct scrub *s)
     s->newest_verdict = COMMIT_ABSENT;
     if (!s->newest)
         return 0;
-    int rc = store_table_load(io->store, s->newest, io->committed);
+    int rc = store_table_load(io->store, s->newest, s->newest_table);
     if (rc == -ERROR_STOPPED)
         return rc;
     if (rc < 0)
         tell(s, store_table_offset(s->newest));
-    else if (store_pages_verify(io->store, io->committed, NULL, &s->sink) == -ERROR_STOPPED)
+    else if (store_pages_verify(io->store, s->newest_table, NULL, &s->sink) == -ERROR_STOPPED)
         return -ERROR_STOPPED;
     s->newest_verdict = s->sink.count > before ? COMMIT_DAMAGED : COMMIT_WHOLE;
     if (memcmp(&s->newest->facts.config, io->plan->bits_hash, sizeof s->newest->facts.config) !=
@@ -192,8 +193,8 @@ static int a_slot_is_taken(struct scrub *s)
     const struct io *io = s->io;
     uint64_t version = 0;
     for (uint64_t p = 0; p < store_n_pages(io->store); p++)
-        if (memcmp(&io->anchor[p], &io->committed[p], sizeof io->anchor[p]) != 0 &&
-            look_into_slot(s, p, io->anchor[p].slot, &version) == SLOT_VERSION &&
+        if (memcmp(&s->parent_table[p], &s->newest_table[p], sizeof s->parent_table[p]) != 0 &&
+            look_into_slot(s, p, s->parent_table[p].slot, &version) == SLOT_VERSION &&
             version > s->newest->facts.step)
             return 1;
     return 0;
@@ -206,7 +207,7 @@ static int check_parent(struct scrub *s)
     s->parent_verdict = COMMIT_ABSENT;
     if (!s->parent)
         return 0;
-    int rc = store_table_load(io->store, s->parent, io->anchor);
+    int rc = store_table_load(io->store, s->parent, s->parent_table);
     if (rc == -ERROR_STOPPED)
         return rc;
     if (rc < 0) {
@@ -223,8 +224,8 @@ static int check_parent(struct scrub *s)
         return 0;
     }
     /* what both name was looked at; where that was not whole, neither is this one */
-    const struct page_entry *known = s->newest_verdict == COMMIT_WHOLE ? io->committed : NULL;
-    if (store_pages_verify(io->store, io->anchor, known, &s->sink) == -ERROR_STOPPED)
+    const struct page_entry *known = s->newest_verdict == COMMIT_WHOLE ? s->newest_table : NULL;
+    if (store_pages_verify(io->store, s->parent_table, known, &s->sink) == -ERROR_STOPPED)
         return -ERROR_STOPPED;
     s->parent_verdict = s->sink.count > before ? COMMIT_DAMAGED : COMMIT_WHOLE;
     return 0;
@@ -236,8 +237,8 @@ static int is_named(const struct scrub *s, uint64_t page, uint32_t slot)
 {
     int by_newest = s->newest_verdict == COMMIT_WHOLE || s->newest_verdict == COMMIT_DAMAGED;
     int by_parent = s->parent_verdict == COMMIT_WHOLE || s->parent_verdict == COMMIT_DAMAGED;
-    return (by_newest && s->io->committed[page].slot == slot) ||
-           (by_parent && s->io->anchor[page].slot == slot);
+    return (by_newest && s->newest_table[page].slot == slot) ||
+           (by_parent && s->parent_table[page].slot == slot);
 }
 
 static int count_other_slots(struct scrub *s)
@@ -337,10 +338,16 @@ int scrub_run(struct io *io)
         return tell_unopened(io);
     if (!exists)
         return error_set(ERROR_USER, "%s: no commit yet", io->directories[0]);
-    if (posix_memalign(&s.sector, SECTOR_BYTES, SECTOR_BYTES) != 0)
-        return error_set(ERROR_FAILED, "out of memory");
+    uint64_t n = store_n_pages(io->store);
+    s.newest_table = calloc(n, sizeof *s.newest_table);
+    s.parent_table = calloc(n, sizeof *s.parent_table);
+    if (posix_memalign(&s.sector, SECTOR_BYTES, SECTOR_BYTES) != 0 || !s.newest_table ||
+        !s.parent_table)
+        return error_set(ERROR_FAILED, "out of memory for %" PRIu64 " pages", n);
     int rc = look_at_everything(&s);
     free(s.ring);
     free(s.sector);
+    free(s.newest_table);
+    free(s.parent_table);
     return rc;
 }

