@@ -172,8 +172,9 @@ static int take_frame(struct gpu *g, uint32_t *frame)
     }
 }
 
-/* Tests only, by MTLAUNCH_FLIP_GRADIENT=step[:bit[:path]]: shows that the equality tests notice one
- * changed bit, and plays the memory or processor that fails once. */
+/* Tests only (opt_worker/recompute.c has MTLAUNCH_FLIP_OUT), by
+ * MTLAUNCH_FLIP_GRADIENT=step[:bit[:path]]: shows that the equality tests notice one changed bit,
+ * and plays the memory or processor that fails once. */
 static void arm_flip(struct gpu *g)
 {
     char *end = NULL;

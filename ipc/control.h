@@ -131,6 +131,16 @@ enum worker_operation {
 
 enum { CONTROL_BEAT_BUCKETS = 40 };
 
+/* A block whose second computation gave other bits than its first (optimizer.recompute). */
+struct recompute_finding {
+    uint64_t step, page, block, element; /* the first that differs, counted within the page */
+    uint32_t part;                       /* enum page_part */
+    uint32_t wrong;   /* computation that was alone: 0 the update, 1 the second */
+    int32_t cores[3]; /* CPU numbers of the three */
+};
+
+enum { CONTROL_FINDINGS = 8 }; /* newest kept; the launcher looks at least every 100 ms */
+
 /* What a gpu_worker found in one step's forward. */
 struct step_result {
     uint64_t step;
@@ -173,6 +183,8 @@ struct worker_control {
     /* opt */
     _Atomic uint64_t norm_step;
     _Atomic uint64_t pages_updated;
+    _Atomic uint64_t n_findings; /* finding n stands at n % CONTROL_FINDINGS before n counts */
+    struct recompute_finding findings[CONTROL_FINDINGS];
 
     /* io */
     _Atomic uint64_t complete_step, committed_step, exported_step;

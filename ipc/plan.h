@@ -113,6 +113,7 @@ struct plan {
     uint32_t bf16;    /* 1: bfloat16 compute, split master weights; 0: float32 */
     uint64_t page_elements;
     struct plan_texts no_decay;
+    double recompute; /* part of the optimizer's blocks that is computed a second time */
 
     uint64_t seed;
     uint64_t seq_len;

@@ -102,6 +102,8 @@
       "How the optimizer state is stored.")                                                        \
     X(optimizer, workers, INT, "\"auto\"", WORDS_OR(auto, NULL, 1, 64), MAY_CHANGE, NO_BITS,       \
       "Optimizer processes; auto: one per NUMA node.")                                             \
+    X(optimizer, recompute, FLOAT, "0.0", BETWEEN(0, 1), MAY_CHANGE, NO_BITS,                      \
+      "Part of the 4096-element blocks that another core computes once more; 0 = off.")            \
     X(lr_scheduler, type, ENUM, "\"cosine\"", ONE_OF(lr_scheduler_type), MAY_CHANGE, BITS,         \
       "Shape of the learning rate after warm-up.")                                                 \
     X(lr_scheduler, warmup_steps, INT, "30", FROM(0), MAY_CHANGE, BITS,                            \

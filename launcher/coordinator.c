@@ -9,6 +9,7 @@
 #include "ipc/norm_tree.h"
 #include "ipc/page_image.h"
 #include "ipc/worker.h"
+#include "launcher/findings.h"
 #include "launcher/metrics.h"
 #include "launcher/progress.h"
 #include "launcher/restart.h"
@@ -540,6 +541,7 @@ int coordinator_turn(struct launcher *l)
     int evaluating = evaluate(l);
     begin_next(l);
     uint64_t committed = coordinator_committed(l);
+    findings_tell(l); /* after that look, so that none of a committed step is missed */
     int done = committed >= last_step(l) && l->coordinator.begun <= committed && !evaluating &&
                !evaluation_due(l, committed) && !export_pending(l);
     return done;

@@ -9,6 +9,7 @@
  *     restart.c      T1: one worker restarted, the others kept
  *     watchdog.c     deadlines per operation and per I/O request
  *     spike.c        losses and norms far above their running median
+ *     findings.c     what recomputation found out about the hardware
  *     coordinator.c  the step protocol over the control pages
  *     metrics.c      metrics.jsonl
  *     progress.c     what people see
@@ -71,6 +72,7 @@ struct session {
     uint32_t n_children;
     struct launcher_control *orders;
     const struct worker_control *io, *gpu, *opt[OPT_WORKERS_MAX];
+    uint64_t findings_told[OPT_WORKERS_MAX]; /* of each opt_worker's */
 };
 
 /* Where the step protocol is. Everything else is in the control pages. */

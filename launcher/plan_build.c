@@ -289,6 +289,7 @@ static void set_machine(struct plan *plan, const struct config *c)
         plan->threads = THREADS_MAX;
     plan->slots_per_page = c->memory_verify_writes ? 3 : 2;
     plan->io_engine = (uint32_t)c->memory_io_engine; /* same order as enum engine_kind */
+    plan->recompute = c->optimizer_recompute;
     plan->prefetch = c->memory_prefetch == CONFIG_AUTO ? 0 : c->memory_prefetch;
     plan->log_bytes_max = c->log_max_size;
     plan->frame_hashes = frame_hashes(c);

@@ -23,6 +23,7 @@ enum random_purpose {
     RANDOM_SHUFFLE = 2,
     RANDOM_SAMPLING = 3,
     RANDOM_TEST = 4,
+    RANDOM_RECOMPUTE = 5,
 };
 
 struct random_key {

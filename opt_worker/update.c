@@ -8,6 +8,7 @@
 #include "opt_worker/adamw.h"
 #include "opt_worker/isa.h"
 #include "opt_worker/norm.h"
+#include "opt_worker/recompute.h"
 #include "procs/check.h"
 #include "procs/error.h"
 #include "procs/fault.h"
@@ -22,8 +23,9 @@ struct update {
     uint64_t *gradient_hashes; /* (own_pages), by rank */
     uint8_t *decay_blocks;     /* (page_elements / 4096) of the page at hand */
     const char **no_decay;     /* patterns */
-    struct norm_entry *norms;  /* (own_pages), by rank */
-    uint64_t step;             /* being worked on */
+    struct recompute *recompute;
+    struct norm_entry *norms; /* (own_pages), by rank */
+    uint64_t step;            /* being worked on */
 };
 
 static uint64_t page_of_rank(const struct update *u, uint64_t rank)
@@ -49,7 +51,11 @@ static int update_open(struct update *u, struct worker *w)
                          (unsigned long long)u->own_pages);
     for (uint64_t i = 0; i < plan->no_decay.count; i++)
         u->no_decay[i] = plan_texts_get(plan, plan->no_decay, i);
-    return 0;
+    struct recompute_options options = {.seed = plan->seed,
+                                        .page_elements = plan->page_elements,
+                                        .fraction = plan->recompute,
+                                        .control = w->self};
+    return recompute_open(&u->recompute, &options);
 }
 
 /* A generation begins: rings at 0, nothing borrowed, no step. */
@@ -67,6 +73,7 @@ static void open_rings(struct update *u)
 
 static void update_close(struct update *u)
 {
+    recompute_close(u->recompute);
     free(u->gradient_frames);
     free(u->gradient_hashes);
     free(u->decay_blocks);
@@ -175,11 +182,11 @@ struct page_arrays {
     int has_moments; /* 0: codec ZERO, they are all zero */
 };
 
-static void apply_f32(const struct update *u, const struct adamw_scalars *scalars,
-                      const struct page_arrays *a)
+static void apply_f32(const struct update *u, const struct page_arrays *a,
+                      struct recompute_page *done, struct adamw_page_f32 *page)
 {
     const struct page_image_layout *l = a->layout;
-    struct adamw_page_f32 page = {
+    *page = (struct adamw_page_f32){
         .elements = l->elements,
         .decay_blocks = u->decay_blocks,
         .gradient = a->gradient,
@@ -190,14 +197,15 @@ static void apply_f32(const struct update *u, const struct adamw_scalars *scalar
         .m_out = page_image_part(a->out, l, PART_M),
         .v_out = page_image_part(a->out, l, PART_V),
     };
-    adamw_update_f32(scalars, &page);
+    adamw_update_f32(done->scalars, page);
+    done->f32 = page;
 }
 
-static void apply_split(const struct update *u, const struct adamw_scalars *scalars,
-                        const struct page_arrays *a)
+static void apply_split(const struct update *u, const struct page_arrays *a,
+                        struct recompute_page *done, struct adamw_page_split *page)
 {
     const struct page_image_layout *l = a->layout;
-    struct adamw_page_split page = {
+    *page = (struct adamw_page_split){
         .elements = l->elements,
         .decay_blocks = u->decay_blocks,
         .gradient = a->gradient,
@@ -210,7 +218,23 @@ static void apply_split(const struct update *u, const struct adamw_scalars *scal
         .m_out = page_image_part(a->out, l, PART_M),
         .v_out = page_image_part(a->out, l, PART_V),
     };
-    adamw_update_split(scalars, &page);
+    adamw_update_split(done->scalars, page);
+    done->split = page;
+}
+
+/* Updates the page, and has a part of it computed once more. */
+static int update_arrays(struct update *u, const struct page_arrays *a,
+                         const struct adamw_scalars *scalars, uint64_t page)
+{
+    struct recompute_page done = {.step = u->step, .page = page, .scalars = scalars};
+    struct adamw_page_f32 f32;
+    struct adamw_page_split split;
+    recompute_bind(u->recompute);
+    if (u->w->plan->bf16)
+        apply_split(u, a, &done, &split);
+    else
+        apply_f32(u, a, &done, &f32);
+    return recompute_compare(u->recompute, &done);
 }
 
 static struct adamw_scalars scalars_of(const struct step_orders *o)
@@ -259,10 +283,8 @@ static int apply_page(struct update *u, const struct step_orders *orders,
     model_page_decay_bits(&u->w->layout, page, u->no_decay, (uint32_t)u->w->plan->no_decay.count,
                           u->decay_blocks);
     struct adamw_scalars scalars = scalars_of(orders);
-    if (u->w->plan->bf16)
-        apply_split(u, &scalars, &a);
-    else
-        apply_f32(u, &scalars, &a);
+    if (update_arrays(u, &a, &scalars, d->page) < 0)
+        return -(int)error_kind_now();
     identity.version = u->step;
     page_image_seal(a.out, &layout, &identity, PAGE_RAW);
     return 1;

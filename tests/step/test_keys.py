@@ -620,6 +620,78 @@ def workers_is_the_number_of_optimizer_processes(t):
     check(1 <= len(logs) <= len(nodes), "%d workers for %d NUMA nodes" % (len(logs), len(nodes)))
 
 
+def recomputed(run):
+    """Blocks that the opt_workers' logs say were computed twice."""
+    folder, total = os.path.join(run.dir, "logs"), 0
+    for name in os.listdir(folder):
+        with open(os.path.join(folder, name)) as f:
+            total += sum(int(n) for n in re.findall(r"recomputed (\d+) blocks", f.read()))
+    return total
+
+
+@key("optimizer.recompute")
+def recompute_is_the_part_of_the_blocks_that_another_core_computes_again(t):
+    elements = 8192
+    blocks = {}
+    for part in (0.0, 0.5, 1.0):
+        run = same_as_base(t, "part%g" % part, optimizer={"recompute": part}, memory={"page_elements": elements})
+        blocks[part] = recomputed(run)
+    equal(blocks[0.0], 0, "blocks with recompute = 0")
+    check(0.3 * blocks[1.0] < blocks[0.5] < 0.7 * blocks[1.0], "blocks: %s" % blocks)
+    run = short(t, "changed")
+    run.ok("--run.stop_after_step=1", status=STOPPED)
+    run.ok("--optimizer.recompute=1.0")
+    equal(run.hashes(), base_hashes(t), "state hashes of a run resumed with another value")
+
+
+def flipped_out(t, name, fault, status=DONE, **changes):
+    """A run in which a bit of an updated page comes out wrong (MTLAUNCH_FLIP_OUT), once."""
+    run = short(t, name, **changes)
+    once = os.path.join(t.dir, name + "-once")
+    run.result = run.ok(env={"MTLAUNCH_FLIP_OUT": "%s:%s" % (fault, once)}, status=status)
+    check(os.path.exists(once), "nothing was flipped: %s" % run.result)
+    return run
+
+
+@test
+def a_core_that_computes_wrongly_is_found_and_named_and_changes_nothing(t):
+    cores = len(os.sched_getaffinity(0))
+    for dtype, parts in (("float32", (0, 2, 3)), ("bfloat16", (0, 1, 2, 3))):
+        plain = done(t, "plain-" + dtype, model={"dtype": dtype})
+        for part in parts:
+            fault, name = "2:%d:1" % part, "%s-%d" % (dtype, part)
+            run = flipped_out(t, name, fault, model={"dtype": dtype}, optimizer={"recompute": 1.0, "workers": 2})
+            equal(run.hashes(), plain.hashes(), "state hashes with part %d repaired" % part)
+            equal(run.digest(), plain.digest(), "digest with part %d repaired" % part)
+            found = run.events("recompute")
+            equal([(e["worker"], e["step"], e["page"], e["block"], e["part"]) for e in found],
+                  [("opt_worker.0", 2, 0, 0, ("weights", "residual", "first moment", "second moment")[part])],
+                  "recompute events")
+            check(cores == 1 or found[0]["cores"][0] != found[0]["cores"][1], "cores: %s" % found[0])
+            equal(found[0]["wrong_core"], found[0]["cores"][0], "wrong core")
+            for words in ("page 0", "block 0", "step 2", "came out differently", "element %d" % found[0]["element"]):
+                check(words in run.result.err, "the warning lacks %r: %s" % (words, run.result))
+            equal(run.events("worker_exit"), [], "deaths")
+            unnoticed = flipped_out(t, name + "-off", fault, model={"dtype": dtype}, optimizer={"workers": 2})
+            check(unnoticed.hashes()[2] != plain.hashes()[2], "the flipped bit changes nothing")
+            equal(unnoticed.events("recompute"), [], "recompute events with recompute = 0")
+
+
+@test
+def a_block_with_three_results_ends_the_worker_and_the_step_is_done_again(t):
+    run = flipped_out(t, "once", "2:0:3", optimizer={"recompute": 1.0})
+    equal(run.hashes(), base_hashes(t), "state hashes")
+    words = [e["words"] for e in run.events("worker_exit")]
+    check(len(words) == 1 and "does not compute reliably" in words[0] and "page 0, block 0" in words[0],
+          "last words: %s" % words)
+    always = short(t, "always", optimizer={"recompute": 1.0})
+    result = always.ok(env={"MTLAUNCH_FLIP_OUT": "2:0:3"}, status=FAILED)
+    check("does not compute reliably" in result.err and "test memory and processor" in result.err, "%s" % result)
+    equal(always.digest()[0], 1, "committed step")
+    always.ok()
+    equal(always.hashes(), base_hashes(t), "state hashes after the hardware was changed")
+
+
 # -- lr_scheduler --
 
 RATE, LENGTH = 4e-3, 12

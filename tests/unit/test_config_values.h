@@ -57,6 +57,7 @@ static const struct expectation {
     {"optimizer", "no_decay", "[\"*q*\"]", "", {"\"*q*\"", "[1]", "[\"a\\u0000\"]"}},
     {"optimizer", "compression", "\"8bit\"", "", {"\"4bit\"", "8"}},
     {"optimizer", "workers", "3", "", {"0", "257", "\"3\"", "\"all\"", "1.0"}},
+    {"optimizer", "recompute", "0.25", "", {"-0.1", "1.1", "nan", "\"0.1\"", "true"}},
     {"lr_scheduler", "type", "\"wsd\"", "", {"\"cosin\"", "0"}},
     {"lr_scheduler", "warmup_steps", "7", "", {"-1", "0.1", "\"7\""}},
     {"lr_scheduler", "warmup_ratio", "0.03", "", {"-0.1", "1.1", "nan"}},
