@@ -55,7 +55,7 @@ int exporter_begin(struct io *io, const char *out, uint64_t step)
     memcpy(e->pinned, table, io->layout->n_pages * sizeof *e->pinned);
     e->step = step;
     e->page = 0;
-    e->reading = e->landed = 0;
+    e->reading = e->landed = e->reads = 0;
     return 0;
 }
 
@@ -81,6 +81,19 @@ static int read_page(struct io *io)
     if (engine_submit(io->engine, &e->request) != ENGINE_ACCEPTED)
         return 0;
     e->reading = 1;
+    e->reads++;
+    return 1;
+}
+
+/* Not what was written: once more, then it is damage, which a restart of this process alone would
+ * meet again. */
+static int bad_page(struct io *io)
+{
+    struct exporter *e = &io->exporter;
+    e->reading = e->landed = 0;
+    if (e->reads >= 2)
+        return error_as(ERROR_DAMAGED);
+    log_line(LOG_WARN, "%s; reading it once more", error_text());
     return 1;
 }
 
@@ -90,13 +103,13 @@ static int convert_page(struct io *io)
     struct page_image_layout layout;
     store_page_layout(io->store, e->page, &layout);
     if (store_verify_image(io->store, &e->pinned[e->page], e->image) < 0)
-        return -(int)error_kind_now();
+        return bad_page(io);
     const uint16_t *residual =
         io->plan->bf16 ? page_image_part(e->image, &layout, PART_RESIDUAL) : NULL;
     if (export_page(e->export, &io->layout->pages[e->page],
                     page_image_part(e->image, &layout, PART_WEIGHTS), residual) < 0)
         return error_wrap("export of step %llu", (unsigned long long)e->step);
-    e->reading = e->landed = 0;
+    e->reading = e->landed = e->reads = 0;
     e->page++;
     return 1;
 }

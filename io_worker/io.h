@@ -70,6 +70,7 @@ struct exporter {
     struct io_request request;
     uint64_t step, page;
     int reading, landed;
+    int reads; /* of this page, without success */
 };
 
 struct read_back {
@@ -77,6 +78,7 @@ struct read_back {
     struct io_request request;
     uint64_t page;
     int reading, landed;
+    int reads; /* of this page, without success */
 };
 
 struct io {

@@ -13,6 +13,7 @@
 
 #include "io_worker/io.h"
 #include "procs/error.h"
+#include "procs/log.h"
 
 int read_back_open(struct io *io)
 {
@@ -56,7 +57,9 @@ static int read_page(struct io *io)
 {
     struct read_back *r = &io->read_back;
     struct page_image_layout layout;
-    r->page = readback_next(&io->readback, 0);
+    uint64_t page = readback_next(&io->readback, 0);
+    r->reads = page == r->page ? r->reads : 0;
+    r->page = page;
     store_page_layout(io->store, r->page, &layout);
     memset(&r->request, 0, sizeof r->request);
     r->request.buffer = r->image;
@@ -70,6 +73,19 @@ static int read_page(struct io *io)
         return 0;
     r->reading = 1;
     r->landed = 0;
+    r->reads++;
+    return 1;
+}
+
+/* Not what was written: once more, then it is damage, which a restart of this process alone would
+ * meet again. */
+static int bad_page(struct io *io)
+{
+    struct read_back *r = &io->read_back;
+    (void)error_wrap("read-back of the newest commit");
+    if (r->reads >= 2)
+        return error_as(ERROR_DAMAGED);
+    log_line(LOG_WARN, "%s; reading it once more", error_text());
     return 1;
 }
 
@@ -81,7 +97,8 @@ int read_back_turn(struct io *io)
     if (r->reading) {
         r->reading = 0;
         if (store_verify_image(io->store, &io->tables.committed[r->page], r->image) < 0)
-            return error_wrap("read-back of the newest commit");
+            return bad_page(io);
+        r->reads = 0;
         pager_mark_read_back(io, r->page);
         return 1;
     }

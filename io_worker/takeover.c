@@ -15,20 +15,38 @@
 #include "procs/error.h"
 #include "procs/log.h"
 
-int takeover_load(struct io *io, uint64_t page)
+/* One read of it: 0 with *good telling whether the digest fits, or an I/O error. */
+static int load_once(struct io *io, uint64_t page, struct io_request *request, int *good)
 {
     const struct page_entry *entry = &io->tables.complete[page];
     struct page_image_layout layout;
-    struct io_request request = {.buffer = io->exporter.image};
+    *request = (struct io_request){.buffer = io->exporter.image};
     store_page_layout(io->store, page, &layout);
-    request.bytes = page_image_weights_bytes(&layout);
-    store_request_page(io->store, &request, IO_READ, page, entry->slot);
-    if (engine_run(io->engine, &request) < 0)
+    request->bytes = page_image_weights_bytes(&layout);
+    store_request_page(io->store, request, IO_READ, page, entry->slot);
+    if (engine_run(io->engine, request) < 0)
         return -(int)error_kind_now();
     void *frame = segment_frame(&io->w->segment, REGION_WEIGHTS_POOL, 0, (uint32_t)page);
     uint64_t bytes = pager_weights_bytes(io, page);
     memcpy(frame, page_image_part(io->exporter.image, &layout, PART_WEIGHTS), bytes);
-    if (!page_digest_equal(page_image_digest(frame, bytes), entry->digest[PART_WEIGHTS]))
+    *good = page_digest_equal(page_image_digest(frame, bytes), entry->digest[PART_WEIGHTS]);
+    return 0;
+}
+
+int takeover_load(struct io *io, uint64_t page)
+{
+    const struct page_entry *entry = &io->tables.complete[page];
+    struct io_request request;
+    int good = 0, rc = load_once(io, page, &request, &good);
+    if (rc == 0 && !good) {
+        log_line(LOG_WARN, "%s, offset %llu: page %llu was read wrongly; reading it once more",
+                 store_file_path(io->store, request.file), (unsigned long long)request.offset,
+                 (unsigned long long)page);
+        rc = load_once(io, page, &request, &good);
+    }
+    if (rc < 0)
+        return rc;
+    if (!good)
         return error_set(ERROR_DAMAGED,
                          "%s, offset %llu: weights of page %llu: the digest is not the one that "
                          "was written",

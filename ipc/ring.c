@@ -21,11 +21,22 @@ static int cursors_damaged(uint64_t head, uint64_t tail, uint64_t depth)
                      (unsigned long long)head, (unsigned long long)tail, (unsigned long long)depth);
 }
 
+/* Nobody else writes the own cursor. */
+static int check_own(const struct ring *ring, const char *name, uint64_t found)
+{
+    if (!ring->own || *ring->own == found)
+        return 0;
+    return error_set(ERROR_DAMAGED, "ring damaged: own %s: expected %llu, found %llu", name,
+                     (unsigned long long)*ring->own, (unsigned long long)found);
+}
+
 int ring_publish(struct ring *ring, const struct ring_descriptor *d)
 {
     /* own cursor: relaxed. The consumer's: acquire, pairs with the release in ring_consume(). */
     uint64_t head = atomic_load_explicit(&ring->producer->head, memory_order_relaxed);
     uint64_t tail = atomic_load_explicit(&ring->consumer->tail, memory_order_acquire);
+    if (check_own(ring, "head", head) < 0)
+        return -(int)error_kind_now();
     if (head - tail > ring->depth)
         return cursors_damaged(head, tail, ring->depth);
     if (head - tail == ring->depth)
@@ -36,6 +47,8 @@ int ring_publish(struct ring *ring, const struct ring_descriptor *d)
     slot->check = descriptor_check(slot, head);
     /* release: pairs with the acquire in ring_consume() */
     atomic_store_explicit(&ring->producer->head, head + 1, memory_order_release);
+    if (ring->own)
+        *ring->own = head + 1;
     return 0;
 }
 
@@ -43,6 +56,8 @@ int ring_consume(struct ring *ring, struct ring_descriptor *d)
 {
     uint64_t tail = atomic_load_explicit(&ring->consumer->tail, memory_order_relaxed);
     uint64_t head = atomic_load_explicit(&ring->producer->head, memory_order_acquire);
+    if (check_own(ring, "tail", tail) < 0)
+        return -(int)error_kind_now();
     if (head == tail)
         return 0;
     if (head - tail > ring->depth)
@@ -57,6 +72,8 @@ int ring_consume(struct ring *ring, struct ring_descriptor *d)
         return error_set(ERROR_DAMAGED, "ring descriptor %llu of generation %u, expected %u",
                          (unsigned long long)tail, d->generation, ring->generation);
     atomic_store_explicit(&ring->consumer->tail, tail + 1, memory_order_release);
+    if (ring->own)
+        *ring->own = tail + 1;
     return 1;
 }
 

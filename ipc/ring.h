@@ -15,6 +15,10 @@
  * The check is seeded with the count, so that a descriptor of an earlier lap is not taken for a new
  * one when a cursor is damaged.
  *
+ * Each end also knows by itself how far it has come: a cursor that a failing memory changed would
+ * otherwise hide what was lent for ever, or lend it twice. ring_publish() and ring_consume()
+ * compare, and so does segment_check_rings() for an end that waits for something else.
+ *
  * Payload never moves through a ring: a descriptor lends a frame. Consuming a descriptor frees only
  * its place in the ring; the frame is free when the RETURN ring brings it back.
  *
@@ -69,6 +73,8 @@ struct ring {
     struct ring_consumer_area *consumer;
     uint64_t depth; /* power of two */
     uint32_t generation;
+    uint64_t
+        *own; /* what this end's cursor must be, in private memory (segment.h); NULL: not kept */
 };
 
 /* Bytes of the producer's region for a ring of `depth` descriptors. */

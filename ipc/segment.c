@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -218,6 +219,8 @@ static void unmap_all(struct segment *s)
         }
     (void)munmap((void *)(uintptr_t)s->plan, s->plan->bytes); /* our own mapping */
     s->plan = NULL;
+    free(s->own);
+    s->own = NULL;
 }
 
 int segment_attach(struct segment *s, int fd, enum role role, uint32_t index)
@@ -228,7 +231,10 @@ int segment_attach(struct segment *s, int fd, enum role role, uint32_t index)
     s->index = index;
     if (map_plan(s) < 0)
         return -(int)error_kind_now();
-    if (map_regions(s) < 0 || map_rings(s) < 0) {
+    s->own = calloc(1, sizeof *s->own);
+    if (!s->own)
+        (void)error_set(ERROR_FAILED, "shared memory: out of memory");
+    if (!s->own || map_regions(s) < 0 || map_rings(s) < 0) {
         unmap_all(s);
         return -(int)error_kind_now();
     }
@@ -262,20 +268,45 @@ void segment_ring(const struct segment *s, enum ring_id ring, uint32_t instance,
     out->consumer = s->consumers[ring][instance];
     out->depth = s->plan->ring_depth[ring];
     out->generation = s->generation;
+    out->own = &s->own->of[ring][instance];
+}
+
+/* The cursor that this process writes, or NULL where it is no end of this ring. */
+static _Atomic uint64_t *own_cursor(const struct segment *s, int r, uint32_t i)
+{
+    struct ring_producer_area *producer = s->producers[r][i];
+    struct ring_consumer_area *consumer = s->consumers[r][i];
+    if (producer && topology_rings[r].from == s->role)
+        return &producer->head;
+    return consumer && topology_rings[r].to == s->role ? &consumer->tail : NULL;
+}
+
+int segment_check_rings(const struct segment *s)
+{
+    for (int r = 0; s->own->known && r < RING_COUNT; r++)
+        for (uint32_t i = 0; i < s->plan->ring_producers[r].instances; i++) {
+            const _Atomic uint64_t *cursor = own_cursor(s, r, i);
+            if (!cursor)
+                continue;
+            uint64_t expected = s->own->of[r][i];
+            uint64_t found = atomic_load_explicit(cursor, memory_order_relaxed);
+            if (found != expected)
+                return error_set(ERROR_DAMAGED, "ring %s: own cursor: expected %llu, found %llu",
+                                 topology_rings[r].name, (unsigned long long)expected,
+                                 (unsigned long long)found);
+        }
+    return 0;
 }
 
 void segment_reset_rings(const struct segment *s)
 {
-    for (int r = 0; r < RING_COUNT; r++) {
-        const struct ring_row *row = &topology_rings[r];
+    for (int r = 0; r < RING_COUNT; r++)
         for (uint32_t i = 0; i < s->plan->ring_producers[r].instances; i++) {
-            struct ring_producer_area *producer = s->producers[r][i];
-            struct ring_consumer_area *consumer = s->consumers[r][i];
+            _Atomic uint64_t *cursor = own_cursor(s, r, i);
             /* relaxed: nobody looks before the launcher has heard READY from both ends */
-            if (producer && row->from == s->role)
-                atomic_store_explicit(&producer->head, 0, memory_order_relaxed);
-            if (consumer && row->to == s->role)
-                atomic_store_explicit(&consumer->tail, 0, memory_order_relaxed);
+            if (cursor)
+                atomic_store_explicit(cursor, 0, memory_order_relaxed);
+            s->own->of[r][i] = 0;
         }
-    }
+    s->own->known = 1;
 }

@@ -17,6 +17,12 @@
 #include "ipc/ring.h"
 #include "ipc/topology.h"
 
+/* What the cursors written by this process must be: a role is at most one end of a ring. */
+struct segment_cursors {
+    int known; /* since segment_reset_rings() */
+    uint64_t of[RING_COUNT][OPT_WORKERS_MAX];
+};
+
 struct segment {
     int fd;
     enum role role;
@@ -25,6 +31,7 @@ struct segment {
     const struct plan *plan;
     void *regions[REGION_COUNT][OPT_WORKERS_MAX];
     void *producers[RING_COUNT][OPT_WORKERS_MAX], *consumers[RING_COUNT][OPT_WORKERS_MAX];
+    struct segment_cursors *own; /* private memory */
 };
 
 /* Creates the segment for a placed plan, every byte of it allocated (no SIGBUS later), copies the
@@ -52,5 +59,9 @@ void segment_ring(const struct segment *segment, enum ring_id ring, uint32_t ins
  * lives has stopped using its rings: a ring starts its new life at index 0 in the same memory,
  * since each of its two areas has one writer, and that one has stopped or is dead and reaped. */
 void segment_reset_rings(const struct segment *segment);
+
+/* Whether every cursor that this process writes is what it wrote: 0, or ERROR_DAMAGED naming the
+ * ring. Before segment_reset_rings() they may be a predecessor's, and are not looked at. */
+int segment_check_rings(const struct segment *segment);
 
 #endif

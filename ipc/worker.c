@@ -207,7 +207,7 @@ int worker_check(struct worker *w)
     if (rc == 0 && atomic_load_explicit(&w->orders->abort_generation, memory_order_acquire) >
                        w->segment.generation)
         rc = error_set(ERROR_ABANDONED, "another worker died");
-    return rc;
+    return rc == 0 ? segment_check_rings(&w->segment) : rc;
 }
 
 /* Messages only wake: what they say stands in shared memory. */

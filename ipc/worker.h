@@ -76,8 +76,8 @@ int worker_finish(struct worker *w, int rc);
  * WORKER_WAIT_OTHER. 0, -ERROR_ABANDONED, -ERROR_STOPPED. */
 int worker_pause(struct worker *w, int why);
 
-/* 0, -ERROR_STOPPED when the launcher wants everybody out, or -ERROR_ABANDONED. A heartbeat; for
- * long work without a wait in it. */
+/* 0, -ERROR_STOPPED when the launcher wants everybody out, -ERROR_ABANDONED, or -ERROR_DAMAGED for
+ * an own ring cursor that changed. A heartbeat; for long work without a wait in it. */
 int worker_check(struct worker *w);
 
 /* Something in the own control page changed. */

@@ -16,8 +16,8 @@
  * Which blocks is drawn by counter-based random numbers from (seed, step, page, block), so a step
  * that is done again recomputes the same ones. No bit of the run depends on any of it.
  *
- * The thread sleeps unless a page is being compared, and the update waits for it: the cost is the
- * fraction of the update's time. Nothing is allocated after opening.
+ * The thread sleeps unless a page is being compared, and the update waits for it. Computing and
+ * comparing a block takes about two updates of it. Nothing is allocated after opening.
  *
  *     recompute_bind(r);                    // the update below happens on one core
  *     adamw_update_f32(&scalars, &page);
