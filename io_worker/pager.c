@@ -399,6 +399,18 @@ static uint32_t choose_slot(const struct io *io, uint64_t page)
     return slots_choose(&holders, io->plan->slots_per_page);
 }
 
+/* A slot that a changed entry does not name any more would count as free. */
+static int check_entries(const struct io *io, uint64_t page)
+{
+    const struct page_tables *t = &io->tables;
+    if (page_entry_valid(&t->anchor[page]) && page_entry_valid(&t->committed[page]) &&
+        page_entry_valid(&t->complete[page]))
+        return 0;
+    return error_set(ERROR_DAMAGED,
+                     "page table in shared memory: an entry of page %llu was changed",
+                     (unsigned long long)page);
+}
+
 void pager_mark_read_back(struct io *io, uint64_t page)
 {
     if (readback_mark(&io->readback, io->newest.sequence, page))
@@ -440,6 +452,8 @@ static int write_back(struct io *io, uint32_t l, const struct ring_descriptor *d
     if (page_image_verify_header(image, &layout, &identity) < 0)
         return error_wrap("ring WRITEBACK, page %llu of step %llu", (unsigned long long)d->page,
                           (unsigned long long)d->step);
+    if (check_entries(io, d->page) < 0)
+        return -(int)error_kind_now();
     uint32_t slot = choose_slot(io, d->page);
     if (slot == SLOT_NONE)
         return error_set(ERROR_FAILED, "page %llu: no slot is free for version %llu",

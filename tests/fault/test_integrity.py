@@ -8,8 +8,12 @@ hash is what finds it, the same flip with hashes off must change the bits, or it
 """
 import os
 import re
+import shutil
 import signal
+import struct
+import subprocess
 import sys
+import tempfile
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -170,28 +174,251 @@ def a_bit_of_an_out_frame_that_is_on_its_way_to_the_store(t):
 
 # -- rings --
 
+CURSOR_BITS = (0, 1, 2, 3, 5, 40)  # small ones hide what was lent, or lend it twice; large ones are absurd
 
-def flip_ring(t, name, ring, where, step):
+
+def flip_ring(t, name, ring, where):
     """Flips a random bit of a waiting descriptor, of the head or of the tail."""
     with Disturbed(t, name) as d:
-        d.segment.hold(ring, step)
+        d.segment.hold(ring, 3)
         head, tail, depth = d.segment.ring(ring)
         at = {"head": head, "tail": tail, "descriptor": t.rng.choice(d.segment.waiting(ring))["at"]}[where]
-        bit = t.rng.choice((0, 1, 2, 3, 4, 5, 6, 8, 20, 63)) if where != "descriptor" else t.rng.randrange(512)
-        t.note("%s, %s: bit %d; head %d, tail %d, depth %d" % ((ring, where, bit) + d.segment.cursors(ring) + (depth,)))
+        bit = t.rng.randrange(512) if where == "descriptor" else t.rng.choice(CURSOR_BITS)
+        found = "%s, %s: bit %d; head %d, tail %d, depth %d" % ((ring, where, bit) + d.segment.cursors(ring) + (depth,))
         d.segment.flip(at, bit)
         d.segment.release()
-        how = ends_right(d.run, d.live)
-        t.note(how)
-        return d.run, d.live.output(), how
+        t.note("%s: %s" % (found, ends_right(d.run, d.live)))
+        equal([e["tier"] for e in d.run.events("restart")], ["T2"], "restarts")
+        words = d.run.events("worker_exit")[0]["words"]
+        check("ring" in words, "last words: %s" % words)
+    shutil.rmtree(d.run.dir)
 
 
-def ring_test(t, ring, where):
-    flip_ring(t, "run", ring, where, 3)
+@test
+def a_bit_of_a_descriptor(t):
+    for ring in t.rng.sample(RINGS, 3 * SCALE):
+        flip_ring(t, ring, ring, "descriptor")
 
 
-for _ring in RINGS:
-    for _where in ("descriptor", "head", "tail"):
-        add_test("a_bit_of_ring_%s_%s" % (_ring, _where), lambda t, r=_ring, w=_where: ring_test(t, r, w))
+@test
+def a_bit_of_a_cursor(t):
+    places = [(ring, where) for ring in RINGS for where in ("head", "tail")]
+    for ring, where in t.rng.sample(places, 6 * SCALE):
+        flip_ring(t, "%s-%s" % (ring, where), ring, where)
 
+
+# -- page tables --
+
+
+class Tables:
+    """The page tables of a live run: two copies of the state, four tables."""
+
+    def __init__(self, segment):
+        self.segment, self.at = segment, segment.layout["regions"]["PAGE_TABLE"]["offset"]
+        self.sizes = segment.layout["page_table"]
+        copies = [self.at + i * self.sizes["state_bytes"] for i in range(self.sizes["states"])]
+        self.copies = sorted(copies, key=lambda at: segment.u64(at + self.sizes["sequence"]))  # newest last
+        self.pages = segment.u64(copies[0] + self.sizes["sequence"] + 8)
+
+    def place(self, role):
+        """The table that anchor 0, committed 1, complete 2 or forming 3 is in."""
+        return self.segment.u32(self.copies[-1] + self.sizes["place"] + 4 * role)
+
+    def entry(self, place, page):
+        first = self.at + self.sizes["states"] * self.sizes["state_bytes"]
+        return first + (place * self.pages + page) * self.sizes["entry_bytes"]
+
+
+def flip_tables(t, name, choose, kill_io=False, **changes):
+    """choose(tables): (offset, bit). With kill_io: whoever comes next must make sense of it."""
+    with Disturbed(t, name, **changes) as d:
+        d.segment.rest(3)
+        offset, bit = choose(Tables(d.segment))
+        d.segment.flip(offset, bit)
+        if kill_io:
+            os.kill(d.segment.pid_of("io"), signal.SIGKILL)
+        d.segment.release()
+        t.note("%s: %s" % (name, ends_right(d.run, d.live)))
+    shutil.rmtree(d.run.dir)
+
+
+@test
+def a_bit_of_a_page_table_entry(t):
+    def entry(role):
+        return lambda tables: (tables.entry(tables.place(role), t.rng.randrange(tables.pages)), t.rng.randrange(1024))
+
+    def slot(role):
+        return lambda tables: (tables.entry(tables.place(role), tables.pages - 1) + tables.sizes["slot"],
+                               t.rng.randrange(2))
+
+    trials = [("%s-%s" % (what, "anchor committed complete forming".split()[role]), choose(role))
+              for what, choose in (("entry", entry), ("slot", slot)) for role in range(4)]
+    for name, choose in t.rng.sample(trials, 3 * SCALE if SCALE < 3 else len(trials)):
+        flip_tables(t, name, choose)
+        flip_tables(t, name + "-killed", choose, kill_io=True)
+    flip_tables(t, "slot-committed-3", slot(1), memory={"durability": 3})
+
+
+@test
+def a_bit_of_the_state_of_the_page_tables(t):
+    for which, name in ((-1, "newest"), (0, "older")):
+        def state(tables, i=which):
+            return tables.copies[i], t.rng.randrange(8 * tables.sizes["state"])
+        flip_tables(t, name, state)
+        flip_tables(t, name + "-killed", state, kill_io=True)
+
+
+# -- the store --
+
+
+def slots_of(run):
+    """{page: {version: offset in the slots file}}, read from the headers that lie there."""
+    with open(os.path.join(run.dir, "store", "slots"), "rb") as f:
+        data = f.read()
+    found = {}
+    for at in range(0, len(data), 4096):
+        if data[at:at + 8] == data[:8]:
+            page, version = struct.unpack_from("<QQ", data, at + 32)
+            found.setdefault(page, {})[version] = at
+    return found
+
+
+def damage_slot(run, offset):
+    path = os.path.join(run.dir, "store", "slots")
+    with open(path, "r+b") as f:
+        f.seek(offset)
+        byte = f.read(1)[0]
+        f.seek(offset)
+        f.write(bytes([byte ^ 16]))
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def check_names_place(text, offsets):
+    for offset in offsets:
+        check(re.search(r"store/slots[,:] offset %d\b" % offset, text),
+              "no file and offset %d in: %s" % (offset, text[-2000:]))
+
+
+@test
+def a_slot_that_changes_on_disk_costs_one_commit(t):
+    with Disturbed(t, "run") as d:
+        step = d.segment.rest(4)
+        versions = slots_of(d.run)
+        page = max(versions)  # read last
+        equal(sorted(versions[page])[-1], step - 1, "newest version of page %d" % page)
+        damage_slot(d.run, versions[page][step - 1] + 4096 + t.rng.randrange(1000))
+        d.segment.release()
+        equal(ends_right(d.run, d.live), "T2", "how it went on")
+        check("reading it once more" in log_of(d.run, "io_worker.0"), "no second read in the log")
+        check_names_place(d.live.output(), [versions[page][step - 1]])
+        equal([e["step"] for e in d.run.events("resume")], [step - 2], "resumed after step")
+
+
+@test
+def the_same_page_damaged_in_both_commits_stops_the_run_and_changes_nothing(t):
+    with Disturbed(t, "run") as d:
+        step = d.segment.rest(4)
+        versions = slots_of(d.run)
+        page = max(versions)
+        for version in (step - 1, step - 2):
+            damage_slot(d.run, versions[page][version] + 5000)
+        d.segment.release()
+        equal(d.live.wait(), FAILED, "status: %s" % d.live.output())
+        places = [versions[page][version] + 4096 for version in (step - 1, step - 2)]  # where the weights begin
+        check_names_place(d.live.output(), places)
+    before = tree(os.path.join(d.run.dir, "store"))
+    result = d.run.ok(status=FAILED)
+    check_names_place(result.err, places)
+    equal(tree(os.path.join(d.run.dir, "store")), before, "the store after a refused start")
+    equal(d.run.steps(), list(range(1, step)), "step lines")
+
+
+def liar(t, name, what, page, version, times):
+    """The environment of a run whose drive lies (disk_lies.c), and how often it did so far."""
+    library = os.path.join(t.dir, "disk_lies.so")
+    if not os.path.exists(library):
+        subprocess.run(["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-O1", "-I.", "-shared", "-fPIC", "-o", library,
+                        "tests/fault/disk_lies.c", "-ldl"], cwd=ROOT, check=True)
+    path = os.path.join(t.dir, "lie-" + name)
+    env = {"LD_PRELOAD": library, "TEST_DISK_LIE": "%s:%d:%d:%d:%s" % (what, page, version, times, path)}
+    return env, lambda: len([n for n in os.listdir(t.dir) if n.startswith(os.path.basename(path) + ".")])
+
+
+def lied_to(t, name, what, page, version, times=1, env=None, arguments=(), **changes):
+    """A run with such a drive. Returns (run, tiers of its restarts, all it said and logged)."""
+    changes.setdefault("memory", {})["io_engine"] = "sync"
+    run = integrity_run(t.dir, name, **changes)
+    lies, told = liar(t, name, what, page, version, times)
+    if arguments:
+        run.ok(*arguments, status=STOPPED)
+    result = run.ok(env=dict(lies, **(env or {})))
+    equal(told(), times, "lies told: %s" % result)
+    return run, [e["tier"] for e in run.events("restart")], result.err + log_of(run, "io_worker.0")
+
+
+@test
+def a_read_that_is_wrong_once_is_read_again_and_costs_nothing(t):
+    """While a step is applied, at a start, in an export: each time the second read is right."""
+    for name, version, arguments in (("apply", 3, ()), ("start", 4, ("--run.stop_after_step=4",)),
+                                     ("export", STEPS, ())):
+        run, tiers, text = lied_to(t, name, "read", 20, version, arguments=arguments)
+        check_undisturbed(run)
+        equal(tiers, [], "restarts")
+        equal(run.events("worker_exit"), [], "deaths")
+        check("damaged" not in text, text)
+        check(name == "start" or "reading it once more" in text, "the log of %s lacks the second read: %s" % (name, text))
+
+
+@test
+def a_read_that_is_wrong_twice_costs_a_restart_and_no_commit(t):
+    run, tiers, text = lied_to(t, "run", "read", 20, 3, times=2)
+    check_undisturbed(run)
+    equal(tiers, ["T2"], "restarts")
+    equal([e["step"] for e in run.events("resume")], [3], "resumed after step")
+
+
+@test
+def a_write_that_is_lost_costs_one_commit(t):
+    """Found by the next update's read, or, after the last step, by the export's."""
+    for version in (3, STEPS):
+        run, tiers, text = lied_to(t, "version-%d" % version, "write", 20, version)
+        check_undisturbed(run)
+        equal(tiers, ["T2"], "restarts")
+        equal([e["step"] for e in run.events("resume")], [version - 1], "resumed after step")
+        check("is damaged; resuming from the one before it" in text, text)
+
+
+@test
+def a_write_lost_before_a_skipped_step_is_found_before_the_older_commit_gives_way(t):
+    """Step 4 is skipped: no update reads what step 3 wrote, and the commit of 4 would overwrite the table of
+    commit 2, the last whole one. The read-back before it must find the loss."""
+    skip = {"MTLAUNCH_FLIP_GRADIENT": "4:30"}
+    changes = {"training": {"max_grad_norm": 0.0}}
+    plain = integrity_run(t.dir, "plain", **changes)
+    plain.ok(env=skip)
+    equal([l["step"] for l in plain.step_lines() if l["skipped"]], [4], "skipped steps")
+    for durability in (1, 3):
+        run, tiers, text = lied_to(t, "lost-%d" % durability, "write", 20, 3, env=skip,
+                                   memory={"durability": durability}, **changes)
+        run.check_steps(STEPS)
+        equal(run.hashes(), plain.hashes(), "state hashes")
+        equal(run.digest(), plain.digest(), "digest")
+        equal(tiers, ["T2"], "restarts")
+        words = run.events("worker_exit")[0]["words"]
+        check(durability > 1 or "read-back of the newest commit" in words, "last words: %s" % words)
+        order = [(e["event"], e.get("step")) for e in run.events() if e["event"] in ("commit", "worker_exit", "resume")]
+        died = order.index(("worker_exit", None))
+        check(("commit", 4) not in order[:died], "step 4 was committed before the loss was found: %s" % order)
+
+
+def take_scale():
+    """--all: every ring, cursor and table instead of a sample."""
+    if "--all" in sys.argv:
+        sys.argv.remove("--all")
+        return 3
+    return 1
+
+
+SCALE = take_scale()
 main()

@@ -301,6 +301,62 @@ static void the_two_ends_of_every_ring_meet(void **state)
     done(fd);
 }
 
+/* A failing memory changes one bit of a cursor: its owner notices, whether it goes on or waits. */
+static void a_changed_cursor_is_noticed_by_its_owner(void **state)
+{
+    (void)state;
+    struct segment io, gpu;
+    struct ring out, in;
+    struct ring_descriptor d = {.page = 1}, got;
+    int fd = created();
+    assert_int_equal(segment_attach(&io, dup(fd), ROLE_IO, 0), 0);
+    assert_int_equal(segment_attach(&gpu, dup(fd), ROLE_GPU, 0), 0);
+    for (unsigned bit = 0; bit < 64; bit++) {
+        segment_reset_rings(&io);
+        segment_reset_rings(&gpu);
+        segment_ring(&io, RING_WEIGHTS, 0, &out);
+        segment_ring(&gpu, RING_WEIGHTS, 0, &in);
+        for (int n = 0; n < FIXTURE_DEPTH; n++)
+            assert_int_equal(ring_publish(&out, &d), 0);
+        assert_int_equal(ring_consume(&in, &got), 1);
+        assert_int_equal(segment_check_rings(&io) + segment_check_rings(&gpu), 0);
+        atomic_fetch_xor(&out.producer->head, (uint64_t)1 << bit);
+        assert_int_equal(segment_check_rings(&io), -ERROR_DAMAGED);
+        assert_non_null(strstr(error_text(), "ring WEIGHTS: own cursor"));
+        assert_int_equal(ring_publish(&out, &d), -ERROR_DAMAGED);
+        atomic_fetch_xor(&out.producer->head, (uint64_t)1 << bit);
+        atomic_fetch_xor(&in.consumer->tail, (uint64_t)1 << bit);
+        assert_int_equal(segment_check_rings(&gpu), -ERROR_DAMAGED);
+        assert_int_equal(ring_consume(&in, &got), -ERROR_DAMAGED);
+    }
+    segment_detach(&io);
+    segment_detach(&gpu);
+    done(fd);
+}
+
+/* Who takes a dead one's place finds its cursors, until it begins its own generation. */
+static void a_successor_does_not_take_its_predecessors_cursors_for_damage(void **state)
+{
+    (void)state;
+    struct segment first, second;
+    struct ring ring;
+    struct ring_descriptor d = {.page = 1};
+    int fd = created();
+    assert_int_equal(segment_attach(&first, dup(fd), ROLE_IO, 0), 0);
+    segment_ring(&first, RING_WEIGHTS, 0, &ring);
+    assert_int_equal(ring_publish(&ring, &d), 0);
+    assert_int_equal(segment_attach(&second, dup(fd), ROLE_IO, 0), 0);
+    assert_int_equal(segment_check_rings(&second), 0);
+    segment_reset_rings(&second);
+    assert_int_equal(segment_check_rings(&second), 0);
+    segment_ring(&second, RING_WEIGHTS, 0, &ring);
+    assert_int_equal(ring_publish(&ring, &d), 0);
+    assert_int_equal(segment_check_rings(&second), 0);
+    segment_detach(&first);
+    segment_detach(&second);
+    done(fd);
+}
+
 static void frames_are_a_stride_apart_and_the_same_for_both_ends(void **state)
 {
     (void)state;
@@ -562,6 +618,8 @@ int main(void)
         cmocka_unit_test(every_role_maps_exactly_what_the_topology_says),
         cmocka_unit_test(detaching_unmaps_everything),
         cmocka_unit_test(the_two_ends_of_every_ring_meet),
+        cmocka_unit_test(a_changed_cursor_is_noticed_by_its_owner),
+        cmocka_unit_test(a_successor_does_not_take_its_predecessors_cursors_for_damage),
         cmocka_unit_test(frames_are_a_stride_apart_and_the_same_for_both_ends),
         cmocka_unit_test(asking_for_what_is_not_mapped_is_a_programmer_error),
         cmocka_unit_test(what_is_no_segment_is_refused),
