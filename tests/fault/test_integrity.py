@@ -136,7 +136,7 @@ def a_bit_of_a_gradient_frame(t):
 
 # An image carries its own digests, whatever MTLAUNCH_FRAME_HASHES says: parts 0 weights, 2 and 3 moments.
 
-def flip_image(t, name, ring, part, step, frame="frame"):
+def flip_image(t, name, ring, part, step):
     with Disturbed(t, name) as d:
         d.segment.hold(ring, step)
         waiting = d.segment.waiting(ring)[0]
@@ -157,7 +157,7 @@ def log_of(run, worker):
 
 @test
 def a_bit_of_a_state_frame(t):
-    for part in (0, 2, 3):
+    for part in (0, 3):
         run, _, how = flip_image(t, "part%d" % part, "STATE", part, 3)
         equal(how, "no restart", "how it went on")
         equal(run.events("worker_exit"), [], "deaths")
@@ -166,10 +166,11 @@ def a_bit_of_a_state_frame(t):
 
 @test
 def a_bit_of_an_out_frame_that_is_on_its_way_to_the_store(t):
-    for part in (0, 3):
-        for step in (3, STEPS):
-            run, output, how = flip_image(t, "part%d-%d" % (part, step), "WRITEBACK", part, step)
-            check(how != "no restart" or part == 0, "nobody noticed")
+    """By whoever reads it first: gpu_worker the weights, the next update the moments, after the last step the
+    export. The commit that names it is given up."""
+    for part, step in ((0, 3), (3, 3), (2, STEPS)):
+        _, _, how = flip_image(t, "part%d-%d" % (part, step), "WRITEBACK", part, step)
+        equal(how, "T2", "how it went on")
 
 
 # -- rings --
@@ -253,7 +254,7 @@ def a_bit_of_a_page_table_entry(t):
 
     trials = [("%s-%s" % (what, "anchor committed complete forming".split()[role]), choose(role))
               for what, choose in (("entry", entry), ("slot", slot)) for role in range(4)]
-    for name, choose in t.rng.sample(trials, 3 * SCALE if SCALE < 3 else len(trials)):
+    for name, choose in t.rng.sample(trials, len(trials) if SCALE > 1 else 2):
         flip_tables(t, name, choose)
         flip_tables(t, name + "-killed", choose, kill_io=True)
     flip_tables(t, "slot-committed-3", slot(1), memory={"durability": 3})
