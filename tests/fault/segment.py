@@ -54,7 +54,7 @@ def _segment_path(pid):
             target = os.readlink(os.path.join(directory, name))
         except OSError:
             continue
-        if target.startswith("/dev/shm/mtlaunch-"):
+        if target.startswith("/dev/shm/#"):
             return os.path.join(directory, name)
     return None
 
