@@ -1,5 +1,6 @@
 /* Evaluation: forward only, layer-major over as many microbatches at a time as training holds. */
 #include "gpu_worker/gpu.h"
+#include "procs/fault.h"
 
 /* One sweep over the weights for `n` microbatches that are in the device's buffers. */
 static int sweep(struct gpu *g, uint64_t n, double *loss_sum)
@@ -29,6 +30,7 @@ static int sweep(struct gpu *g, uint64_t n, double *loss_sum)
             if ((rc = worker_check(g->w)) < 0)
                 return rc;
         }
+        fault_point(FAULT_gpu_mid_evaluation);
     }
     return 0;
 }
@@ -54,6 +56,7 @@ int gpu_evaluate(struct gpu *g)
     }
     atomic_store_explicit(&self->evaluate_tokens, labelled, memory_order_relaxed);
     atomic_store_explicit(&self->evaluate_loss_sum, loss_sum, memory_order_relaxed);
+    fault_point(FAULT_gpu_evaluated);
     atomic_store_explicit(&self->evaluated, request, memory_order_release);
     worker_fact(g->w);
     return 0;

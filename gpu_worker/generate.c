@@ -15,6 +15,7 @@
 #include "model/random.h"
 #include "model/tokenizer_bytes.h"
 #include "procs/error.h"
+#include "procs/fault.h"
 
 struct candidate {
     float logit;
@@ -221,6 +222,7 @@ static int sweep(struct gpu *g, uint64_t rows)
             layers_block_decode(g->layers, visit->layer, g->buffers.weights[0], &decode, x,
                                 n->cache[2 * (visit->layer - 1)],
                                 n->cache[2 * (visit->layer - 1) + 1]);
+        fault_point(FAULT_gpu_mid_generation);
     }
     return 0;
 }
@@ -324,6 +326,7 @@ int gpu_generate(struct gpu *g)
         going = choose(g);
     }
     publish(g);
+    fault_point(FAULT_gpu_generated);
     atomic_fetch_add_explicit(&self->generated, 1, memory_order_release);
     worker_fact(g->w);
     return 0;

@@ -58,7 +58,10 @@ static int load_page(struct gpu *g, const struct visit *visit, const struct ring
                          frame, g->w->plan->bf16 ? DEVICE_HOST_BF16 : DEVICE_HOST_F32,
                          page->elements);
     g->device->ops->synchronize(g->device); /* before RETURN: the frame may be reused at once */
-    return give_back(&g->weights_return, d);
+    fault_point(FAULT_gpu_weights_taken);
+    int rc = give_back(&g->weights_return, d);
+    fault_point(FAULT_gpu_weights_returned);
+    return rc;
 }
 
 static int check_weights(const struct ring_descriptor *d, enum sweep_kind kind, uint64_t number,
@@ -121,6 +124,7 @@ int gpu_take_microbatch(struct gpu *g, enum microbatch_kind kind, uint64_t slot,
     for (uint64_t i = 0; i < n; i++)
         *labelled += frame[n + i] >= 0;
     g->device->ops->synchronize(g->device);
+    fault_point(FAULT_gpu_microbatch_taken);
     rc = give_back(&g->microbatch_return, &d);
     worker_bell(g->w, ROLE_IO, 0);
     return rc;
@@ -228,6 +232,7 @@ static int publish_gradients(struct gpu *g, uint32_t layer)
             d.hash = page_image_digest(frame, bytes).low;
         if ((rc = give_back(&g->gradient[owner], &d)) < 0) /* as deep as its pool */
             return rc;
+        fault_point(FAULT_gpu_gradient_published);
         worker_bell(g->w, ROLE_OPT, owner);
     }
     return 0;
@@ -393,10 +398,12 @@ static int train_step(struct gpu *g)
         if (v + 1 == g->visits.n_forward) {
             result->forward_ns = clock_now_ns();
             result->step = g->step;
+            fault_point(FAULT_gpu_forward_done);
             atomic_store_explicit(&self->forward_step, g->step, memory_order_release);
         }
     }
     result->backward_ns = clock_now_ns();
+    fault_point(FAULT_gpu_backward_done);
     atomic_store_explicit(&self->backward_step, g->step, memory_order_release);
     worker_fact(g->w);
     return 0;
@@ -573,10 +580,7 @@ static int serve_generation(struct gpu *g)
 int schedule_run(struct worker *w)
 {
     struct gpu g;
-    int rc = fault_arm_from_environment();
-    if (rc < 0)
-        return rc;
-    rc = gpu_open(&g, w);
+    int rc = gpu_open(&g, w);
     while (rc >= 0) {
         open_rings(&g);
         worker_ready(w);

@@ -285,6 +285,8 @@ static void start_table_chunk(struct commit *commit)
 
 static void enter_table_phase(struct commit *commit, enum commit_phase phase)
 {
+    if (phase == COMMIT_TABLE_READ)
+        fault_point(FAULT_io_table_written);
     commit->phase = phase;
     commit->table_done = 0;
     start_table_chunk(commit);
@@ -310,7 +312,6 @@ static void enter_record_write(struct commit *commit)
 
 static void finish(struct commit *commit)
 {
-    fault_point(FAULT_io_after_record);
     commit->newest = *commit->record_out;
     commit->has_parent = 1;
     commit->phase = COMMIT_IDLE;
@@ -362,6 +363,7 @@ static void on_request_done(struct io_request *request, int result)
         on_table_chunk_done(commit);
         break;
     case COMMIT_RECORD_WRITE:
+        fault_point(FAULT_io_record_written);
         start_record(commit, COMMIT_RECORD_READ);
         break;
     case COMMIT_RECORD_READ:

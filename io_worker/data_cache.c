@@ -15,6 +15,7 @@
 #include "io_worker/folder.h"
 #include "procs/check.h"
 #include "procs/error.h"
+#include "procs/fault.h"
 
 #define CACHE_VERSION      1
 #define CACHE_BUFFER_BYTES ((size_t)1 << 20)
@@ -214,6 +215,8 @@ int data_cache_finish(struct data_cache_writer *w, struct data_cache_header *hea
         rc = write_all(w, header, sizeof *header, 0);
     if (rc == 0 && fsync(w->fd) < 0)
         rc = write_error(w, "fsync");
+    if (rc == 0)
+        fault_point(FAULT_io_cache_before_rename);
     if (rc == 0 && rename(w->temporary, w->path) < 0)
         rc = write_error(w, "rename");
     if (rc == 0) {

@@ -19,6 +19,7 @@
 #include "model/split.h"
 #include "procs/check.h"
 #include "procs/error.h"
+#include "procs/fault.h"
 
 #define CHUNK_ELEMENTS     65536u
 #define FLOAT16_MAX        65504.0f
@@ -368,6 +369,7 @@ int export_page(struct export *e, const struct model_page *page, const void *wei
 static int move_into_place(const struct export *e)
 {
     struct stat status;
+    fault_point(FAULT_io_export_before_rename);
     if (check_replaceable(e->out) < 0)
         return -(int)error_kind_now();
     int exists = lstat(e->out, &status) == 0;

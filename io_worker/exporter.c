@@ -8,6 +8,7 @@
 
 #include "io_worker/io.h"
 #include "procs/error.h"
+#include "procs/fault.h"
 #include "procs/log.h"
 
 int exporter_open(struct io *io)
@@ -111,6 +112,7 @@ static int convert_page(struct io *io)
         return error_wrap("export of step %llu", (unsigned long long)e->step);
     e->reading = e->landed = e->reads = 0;
     e->page++;
+    fault_point(FAULT_io_export_page);
     return 1;
 }
 

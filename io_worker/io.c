@@ -42,6 +42,7 @@ static int export_turn(struct io *io)
         if (export_rotate(plan_text_get(io->plan, io->plan->checkpoint.export_dir),
                           io->plan->checkpoint.keep) < 0)
             return -(int)error_kind_now();
+        fault_point(FAULT_io_exported);
         atomic_store_explicit(&io->w->self->exported_step, io->exporter.step, memory_order_release);
         worker_fact(io->w);
     }
@@ -153,9 +154,7 @@ int io_run(struct worker *w)
     io.plan = w->plan;
     io.layout = &w->layout;
     io.dtype = w->plan->bf16 ? DTYPE_BFLOAT16 : DTYPE_FLOAT32;
-    int rc = fault_arm_from_environment();
-    if (rc == 0)
-        rc = start_open(&io);
+    int rc = start_open(&io);
     if (rc == 0)
         rc = run_mode(&io);
     finish_transfers(&io);

@@ -72,6 +72,7 @@ static int publish_microbatch(struct io *io, struct ring_descriptor *d, enum dat
                                     microbatch_bytes(io->plan->micro_batch_size, io->plan->seq_len))
                       .low;
     CHECK(ring_publish(&io->microbatch, d) == 0); /* as deep as its pool */
+    fault_point(FAULT_io_microbatch_published);
     return 1;
 }
 
@@ -154,6 +155,7 @@ static int lend_weights(struct io *io, const struct visits *vs, struct cursor *c
         return rc == -EAGAIN ? 0 : error_wrap("ring WEIGHTS");
     io->weights_lent[d.page]++;
     io->n_lent++;
+    fault_point(FAULT_io_weights_lent);
     if (++c->k == visit_n_pages(io->layout, visit)) {
         c->k = 0;
         c->visit++;
@@ -276,6 +278,7 @@ static void on_state_read(struct io_request *request, int result)
     double seconds = clock_seconds_since(request->submitted_ns);
     lane->read_s = lane->read_s > 0.0 ? 0.75 * lane->read_s + 0.25 * seconds : seconds;
     atomic_fetch_add_explicit(&io->w->self->bytes_read, request->bytes, memory_order_relaxed);
+    fault_point(FAULT_io_state_landed);
     f->ready = 1;
 }
 
@@ -330,6 +333,7 @@ static void lend_image(struct io *io, struct lane *lane, struct frame_io *f)
                                 .version = io->tables.complete[f->page].version,
                                 .step = io->apply_step};
     CHECK(ring_publish(&lane->state, &d) == 0); /* as deep as its pool */
+    fault_point(FAULT_io_state_lent);
 }
 
 /* Images that the opt_worker found damaged, read a second time. */
@@ -470,6 +474,7 @@ static int write_back(struct io *io, uint32_t l, const struct ring_descriptor *d
     store_request_page(io->store, &f->request, IO_WRITE, d->page, slot);
     CHECK(engine_submit(io->engine, &f->request) == ENGINE_ACCEPTED); /* depth covers all frames */
     io->pages_back++;
+    fault_point(FAULT_io_slot_submitted);
     return 0;
 }
 
@@ -546,6 +551,7 @@ static void announce_complete(struct io *io)
     struct worker_control *self = io->w->self;
     struct commit_facts facts = io->tables.state.facts, *f = &facts;
     uint64_t at = io->apply_step % PLAN_SLACK_STEPS;
+    fault_point(FAULT_io_slots_written);
     f->step = io->apply_step;
     f->optimizer_step = io->orders.t;
     f->seed = io->plan->seed;
@@ -568,6 +574,7 @@ static void announce_complete(struct io *io)
         io->lanes[l].read_rank = io->lanes[l].lend_rank = 0;
     io->reads_may_begin = !io->orders.commits;
     atomic_store_explicit(&self->complete_step, io->apply_step, memory_order_release);
+    fault_point(FAULT_io_complete);
     worker_fact(io->w);
 }
 
@@ -588,6 +595,7 @@ static void on_committed(void *context, int result, const struct commit_record *
     io->w->self->committed_ns[record->facts.step % PLAN_SLACK_STEPS] = clock_now_ns();
     fault_point(FAULT_io_after_record);
     atomic_store_explicit(&io->w->self->committed_step, record->facts.step, memory_order_release);
+    fault_point(FAULT_io_committed);
     worker_fact(io->w);
 }
 

@@ -14,6 +14,7 @@
 #include "io_worker/io.h"
 #include "procs/error.h"
 #include "procs/log.h"
+#include "procs/fault.h"
 
 int read_back_open(struct io *io)
 {
@@ -100,6 +101,7 @@ int read_back_turn(struct io *io)
             return bad_page(io);
         r->reads = 0;
         pager_mark_read_back(io, r->page);
+        fault_point(FAULT_io_skip_read_back);
         return 1;
     }
     return read_back_needed(io) ? read_page(io) : 0;

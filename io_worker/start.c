@@ -17,6 +17,7 @@
 #include "io_worker/io.h"
 #include "procs/check.h"
 #include "procs/error.h"
+#include "procs/fault.h"
 #include "procs/log.h"
 
 enum { ENGINE_DEPTH = 256 };
@@ -232,6 +233,7 @@ static int import_one(struct io *io, struct import *im, void *image, uint64_t pa
            pager_weights_bytes(io, page));
     io->weights_version[page] = 0;
     io->weights_hash[page] = io->tables.complete[page].digest[PART_WEIGHTS].low;
+    fault_point(FAULT_io_import_page);
     return 0;
 }
 
@@ -286,8 +288,11 @@ static int create(struct io *io)
     first_facts(io, &facts);
     if (rc == 0)
         rc = commit_run(io->commit, &facts, io->tables.complete, &io->newest);
-    if (rc == 0)
+    if (rc == 0) {
+        fault_point(FAULT_io_before_mark_ready);
         rc = store_mark_ready(io->store);
+        fault_point(FAULT_io_after_mark_ready);
+    }
     import_close(im);
     return rc;
 }
@@ -354,6 +359,7 @@ static int recover(struct io *io)
     if (commit_open(&io->commit, io->store) < 0)
         return -(int)error_kind_now();
     commit_resume(io->commit, &io->newest);
+    fault_point(FAULT_io_recovered);
     return load_from_store(io);
 }
 

@@ -5,6 +5,7 @@
 #include "procs/check.h"
 #include "procs/clock.h"
 #include "procs/error.h"
+#include "procs/fault.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -900,6 +901,7 @@ static int zero_files(struct store *store)
     for (unsigned d = 0; d < n; d++)
         fill.total_bytes += store->directories[d].slots_bytes;
     int rc = zero_file(&fill, n, commit_bytes);
+    fault_point(FAULT_io_zero_fill);
     for (unsigned d = 0; d < n && rc == 0; d++)
         rc = zero_file(&fill, d, store->directories[d].slots_bytes);
     free(fill.zeros);

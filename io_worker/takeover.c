@@ -13,6 +13,7 @@
 
 #include "io_worker/io.h"
 #include "procs/error.h"
+#include "procs/fault.h"
 #include "procs/log.h"
 
 /* One read of it: 0 with *good telling whether the digest fits, or an I/O error. */
@@ -54,6 +55,7 @@ int takeover_load(struct io *io, uint64_t page)
                          (unsigned long long)request.offset, (unsigned long long)page);
     io->weights_version[page] = entry->version;
     io->weights_hash[page] = entry->digest[PART_WEIGHTS].low;
+    fault_point(FAULT_io_load_page);
     return 0;
 }
 
@@ -72,6 +74,7 @@ int takeover_keep(struct io *io)
     }
     io->exporter.reading = io->exporter.landed = 0; /* its image is used here; it reads again */
     page_tables_abandon(&io->tables);
+    fault_point(FAULT_io_keep);
     for (uint64_t page = 0; page < io->layout->n_pages && rc == 0; page++)
         if (io->weights_version[page] != io->tables.complete[page].version) {
             rc = takeover_load(io, page);
@@ -136,6 +139,7 @@ static int adopt_frames(struct io *io)
         }
         if (rc < 0)
             return rc;
+        fault_point(FAULT_io_takeover_page);
     }
     log_line(LOG_INFO, "took over step %llu, newest commit %llu; %llu of %llu pages read again",
              (unsigned long long)io->tables.state.facts.step,
@@ -150,5 +154,6 @@ int takeover_adopt(struct io *io)
                           io->plan->slots_per_page) < 0 ||
         adopt_commit(io) < 0)
         return -(int)error_kind_now();
+    fault_point(FAULT_io_takeover);
     return adopt_frames(io);
 }

@@ -11,6 +11,7 @@
 #include "procs/check.h"
 #include "procs/clock.h"
 #include "procs/error.h"
+#include "procs/fault.h"
 #include "procs/lifeline.h"
 #include "procs/log.h"
 #include "procs/printable.h"
@@ -77,10 +78,20 @@ static void forget_predecessor(struct worker_control *self)
     atomic_store_explicit(&self->operation, OPERATION_START, memory_order_relaxed);
 }
 
-static int introduce(struct worker *w, enum role role, uint32_t index)
+/* Arms the fault point that the environment names; `scribble` gets the pools this role writes. */
+static int arm_fault(const struct worker *w, enum role role, const char *name)
 {
-    char name[MESSAGE_PEER_BYTES], id[MESSAGE_PEER_BYTES];
-    worker_name(name, role, index);
+    for (int r = 0; r < REGION_COUNT; r++)
+        for (uint32_t i = 0; i < OPT_WORKERS_MAX; i++)
+            if (topology_regions[r].access[role][0] == 'w' && w->segment.regions[r][i])
+                fault_offer_pool(w->segment.regions[r][i], w->plan->pools[r].stride,
+                                 w->plan->pools[r].frames);
+    return fault_arm_from_environment(name);
+}
+
+static int introduce(struct worker *w, enum role role, uint32_t index, const char *name)
+{
+    char id[MESSAGE_PEER_BYTES];
     w->self = segment_region(&w->segment, control_region(role), role == ROLE_OPT ? index : 0);
     w->orders = segment_region(&w->segment, REGION_LAUNCHER_CONTROL, 0);
     w->self->magic = CONTROL_MAGIC;
@@ -109,6 +120,7 @@ static int introduce(struct worker *w, enum role role, uint32_t index)
 
 int worker_start(struct worker *w, enum role role, int argc, char **argv)
 {
+    char name[MESSAGE_PEER_BYTES];
     int fd = -1;
     uint32_t index = 0;
     memset(w, 0, sizeof *w);
@@ -117,7 +129,11 @@ int worker_start(struct worker *w, enum role role, int argc, char **argv)
         segment_attach(&w->segment, fd, role, index) < 0)
         return -(int)error_kind_now();
     w->plan = w->segment.plan;
-    if (follow_launcher(w) < 0 || introduce(w, role, index) < 0 ||
+    worker_name(name, role, index);
+    if (follow_launcher(w) < 0 || arm_fault(w, role, name) < 0)
+        return -(int)error_kind_now();
+    fault_point(FAULT_worker_attached);
+    if (introduce(w, role, index, name) < 0 ||
         model_layout_init(&w->layout, &w->plan->model, w->plan->page_elements) < 0)
         return -(int)error_kind_now();
     log_line(LOG_INFO, "started, pid %d, generation %u", (int)getpid(), w->segment.generation);
@@ -127,6 +143,7 @@ int worker_start(struct worker *w, enum role role, int argc, char **argv)
 
 void worker_ready(struct worker *w)
 {
+    fault_point(FAULT_worker_before_ready);
     worker_progress(w, ACTIVITY_WORKING, 0, 0);
     segment_reset_rings(&w->segment);
     worker_operation(w, OPERATION_IDLE);
@@ -166,6 +183,7 @@ int worker_finish(struct worker *w, int rc)
     endpoint_close(w->endpoint);
     model_layout_destroy(&w->layout);
     check_set_panic_buffer(NULL, 0); /* it lies in the segment */
+    fault_disarm();                  /* so do the pools */
     segment_detach(&w->segment);
     return status;
 }
@@ -261,7 +279,9 @@ int worker_rejoin(struct worker *w)
         if (atomic_load_explicit(&o->generation, memory_order_acquire) == wanted)
             break;
         if (told != wanted) { /* or another death while this one was being dealt with */
+            fault_point(FAULT_worker_abandoned);
             atomic_store_explicit(&w->self->acknowledged, wanted, memory_order_release);
+            fault_point(FAULT_worker_acknowledged);
             worker_fact(w);
             told = wanted;
         }

@@ -102,7 +102,7 @@ static int train(struct launcher *l, const struct supervisor_job *job)
 int command_train(const struct arguments *a)
 {
     struct launcher l = {.signal_fd = -1, .run.lock_fd = -1};
-    int rc = fault_arm_from_environment();
+    int rc = fault_arm_from_environment(topology_role_name(ROLE_LAUNCHER));
     if (rc == 0)
         rc = read_inputs(&l, a);
     struct supervisor_job job = {

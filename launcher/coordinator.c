@@ -388,6 +388,7 @@ static int decide(struct launcher *l)
     l->coordinator.t = o->t;
     if (!o->skip)
         spike_push(&l->coordinator.window, o->loss, o->norm);
+    fault_point(FAULT_launcher_before_apply);
     order(l, &orders->apply_step, step);
     return 0;
 }
@@ -400,6 +401,7 @@ static void begin_next(struct launcher *l)
         evaluation_due(l, c->begun))
         return;
     order(l, &orders->begin_step, ++c->begun);
+    fault_point(FAULT_launcher_step_begun);
 }
 
 /* -- commit -- */
@@ -425,6 +427,7 @@ static int ask_commit(struct launcher *l)
         return -(int)error_kind_now();
     fault_point(FAULT_launcher_before_commit);
     order(l, &orders->commit_step, complete);
+    fault_point(FAULT_launcher_commit_ordered);
     return 0;
 }
 
@@ -444,6 +447,7 @@ static void after_commit(struct launcher *l)
     char fields[128];
     if (committed < c->first || committed <= c->announced)
         return;
+    fault_point(FAULT_launcher_after_commit);
     c->announced = committed;
     (void)snprintf(fields, sizeof fields, ", \"step\": %llu, \"next_forward_ran_s\": %.6f",
                    (unsigned long long)committed, overlap(l, committed));
@@ -452,6 +456,7 @@ static void after_commit(struct launcher *l)
     if (export_due(l, committed) && c->exported < committed) {
         c->exported = committed;
         order(l, &l->session.orders->export_step, committed);
+        fault_point(FAULT_launcher_export_ordered);
     }
 }
 
@@ -509,6 +514,7 @@ static int evaluate(struct launcher *l)
         c->evaluating = 1;
         if (has_validation(l)) {
             order(l, &s->orders->evaluate_request, asked + 1);
+            fault_point(FAULT_launcher_evaluation_ordered);
             return 1;
         }
     }

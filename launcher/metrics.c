@@ -11,6 +11,7 @@
 
 #include "model/tokenizer_bytes.h"
 #include "procs/error.h"
+#include "procs/fault.h"
 #include "procs/printable.h"
 
 enum { METRICS_LINE_BYTES_MAX = 16384 };
@@ -159,6 +160,7 @@ int metrics_append(struct metrics *m, const char *json)
 
 int metrics_flush(struct metrics *m)
 {
+    fault_point(FAULT_launcher_line_written);
     if (fdatasync(m->fd) < 0)
         return error_set(ERROR_FAILED, "%s: fdatasync: %s", m->path, strerror(errno));
     return 0;
@@ -174,14 +176,15 @@ static void complain(void)
 void metrics_event(struct metrics *m, const char *name, const char *fields)
 {
     char line[METRICS_LINE_BYTES_MAX - 1], when[32];
-    time_t now = time(NULL);
+    struct timespec now;
     struct tm utc;
     if (!m)
         return;
-    (void)gmtime_r(&now, &utc);
-    (void)strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%SZ", &utc);
-    int n =
-        snprintf(line, sizeof line, "{\"event\": \"%s\", \"time\": \"%s\"%s}", name, when, fields);
+    (void)clock_gettime(CLOCK_REALTIME, &now); /* cannot fail for this clock */
+    (void)gmtime_r(&now.tv_sec, &utc);
+    (void)strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%S", &utc);
+    int n = snprintf(line, sizeof line, "{\"event\": \"%s\", \"time\": \"%s.%03ldZ\"%s}", name,
+                     when, now.tv_nsec / 1000000, fields);
     int rc = n < (int)sizeof line
                  ? metrics_append(m, line)
                  : error_set(ERROR_FAILED, "%s: event %s of %d bytes left out", m->path, name, n);

@@ -72,6 +72,7 @@ void restart_release(struct launcher *l)
 {
     struct restart *r = &l->restart;
     char fields[160];
+    fault_point(FAULT_launcher_before_release);
     r->phase = RESTART_NONE;
     (void)snprintf(fields, sizeof fields, ", \"tier\": \"%s\", \"stop_s\": %.6f, \"start_s\": %.6f",
                    r->redo ? "redo" : "T1", (double)(r->stopped_ns - r->begun_ns) * 1e-9,

@@ -14,6 +14,7 @@
 #include "launcher/orphans.h"
 #include "launcher/run_lock.h"
 #include "procs/error.h"
+#include "procs/fault.h"
 #include "procs/printable.h"
 
 /* What a start makes in the run directory, in the order in which run_dir_undo() takes it away. */
@@ -441,6 +442,7 @@ int run_dir_adopt_config(struct run_dir *run, const struct config *config)
     (void)unlink(aside);
     if (config_write(config, aside) < 0)
         return -(int)error_kind_now();
+    fault_point(FAULT_launcher_config_before_rename);
     if (rename(aside, path) < 0)
         return error_set(ERROR_FAILED, "%s: %s", path, strerror(errno));
     return 0;

@@ -18,6 +18,7 @@
 #include "procs/check.h"
 #include "procs/clock.h"
 #include "procs/error.h"
+#include "procs/fault.h"
 
 enum { SWEEP_AGE_S = 60, SESSION_REAP_S = 120 };
 
@@ -105,6 +106,7 @@ static int start_child(struct session *s, enum role role, uint32_t index)
     if (child_start(child, s->segment.fd) < 0)
         return -(int)error_kind_now();
     s->n_children++;
+    fault_point(FAULT_launcher_child_started);
     return 0;
 }
 
@@ -120,6 +122,7 @@ int session_open(struct launcher *l, const struct plan_request *request)
     s->plan->store_expected = s->plan->mode == PLAN_TRAIN && metrics_has_steps(l->run.path);
     if (bind_channel(l) < 0 || segment_create(s->plan, &fd) < 0)
         return -(int)error_kind_now();
+    fault_point(FAULT_launcher_segment_created);
     if (segment_attach(&s->segment, fd, ROLE_LAUNCHER, 0) < 0)
         return -(int)error_kind_now();
     attach_pages(s);

@@ -17,6 +17,7 @@
 #include "launcher/watchdog.h"
 #include "procs/clock.h"
 #include "procs/error.h"
+#include "procs/fault.h"
 
 enum verdict { GO_ON, DONE, RESTART_ONE, RESTART_ALL };
 
@@ -246,6 +247,8 @@ int supervisor_run(struct launcher *l, const struct supervisor_job *job)
             progress_say(l->progress, "restarting all workers from the newest commit");
         }
         end = session_close(l, grace(rc));
+        if (rc == RESTART_ALL)
+            fault_point(FAULT_launcher_restarting_all);
     } while (rc == RESTART_ALL && end == 0);
     return rc < 0 ? rc : end;
 }

@@ -148,6 +148,7 @@ static int collect(struct update *u)
                              (unsigned long long)d.page, (unsigned long long)u->step);
         u->gradient_frames[rank] = d.frame;
         u->gradient_hashes[rank] = d.hash;
+        fault_point(FAULT_opt_gradient_taken);
         if ((rc = check_gradient(u, d.page, d.frame, d.hash)) < 0)
             return rc;
         const float *g = segment_frame(&u->w->segment, REGION_GRADIENT_POOL, 0, d.frame);
@@ -155,6 +156,7 @@ static int collect(struct update *u)
         u->norms[rank].sum_of_squares =
             norm_page(g, u->w->layout.pages[d.page].elements, u->w->plan->page_elements);
         atomic_store_explicit(&u->norms[rank].step, u->step, memory_order_release);
+        fault_point(FAULT_opt_norm_written);
     }
     atomic_store_explicit(&u->w->self->norm_step, u->step, memory_order_release);
     worker_fact(u->w);
@@ -297,10 +299,12 @@ static int finish_page(struct update *u, const struct ring_descriptor *d)
     struct ring_descriptor out = {
         .frame = d->out_frame, .page = d->page, .version = u->step, .step = u->step};
     int rc = give_back(&u->gradient_return, u->gradient_frames[rank], d->page, STATE_RETURN_USED);
+    fault_point(FAULT_opt_gradient_returned);
     if (rc == 0)
         rc = give_back(&u->state_return, d->frame, d->page, STATE_RETURN_USED);
     if (rc == 0)
         rc = ring_publish(&u->writeback, &out);
+    fault_point(FAULT_opt_written_back);
     CHECK(rc != -EAGAIN); /* each ring is as deep as its pool */
     u->gradient_frames[rank] = NO_FRAME;
     atomic_fetch_add_explicit(&u->w->self->pages_updated, 1, memory_order_relaxed);
@@ -319,8 +323,10 @@ static int apply(struct update *u, const struct step_orders *orders)
         if (u->gradient_frames[topology_page_rank(d.page, u->w->plan->opt_workers)] == NO_FRAME)
             return error_set(ERROR_DAMAGED, "state of page %llu came twice in step %llu",
                              (unsigned long long)d.page, (unsigned long long)u->step);
+        fault_point(FAULT_opt_state_taken);
         if ((rc = apply_page(u, orders, &d)) < 0)
             return rc;
+        fault_point(FAULT_opt_image_sealed);
         n += (uint64_t)rc;
         rc = rc ? finish_page(u, &d)
                 : give_back(&u->state_return, d.frame, d.page, STATE_RETURN_BAD);
@@ -336,9 +342,11 @@ static int apply(struct update *u, const struct step_orders *orders)
 static int skip(struct update *u)
 {
     int rc = 0;
-    for (uint64_t rank = 0; rank < u->own_pages && rc == 0; rank++)
+    for (uint64_t rank = 0; rank < u->own_pages && rc == 0; rank++) {
         rc = give_back(&u->gradient_return, u->gradient_frames[rank], page_of_rank(u, rank),
                        STATE_RETURN_USED);
+        fault_point(FAULT_opt_skip);
+    }
     worker_bell(u->w, ROLE_GPU, 0);
     return rc;
 }
@@ -372,9 +380,7 @@ static int update_steps(struct update *u)
 int update_run(struct worker *w)
 {
     struct update u;
-    int rc = fault_arm_from_environment();
-    if (rc == 0)
-        rc = isa_check();
+    int rc = isa_check();
     if (rc < 0)
         return rc;
     rc = update_open(&u, w);

@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #define X(name, sentence) #name,
@@ -23,12 +24,22 @@ static const char action_list[] = FAULT_ACTIONS(X);
 _Static_assert(sizeof fault_names / sizeof fault_names[0] == FAULT_COUNT, "each has a name");
 _Static_assert(sizeof action_names / sizeof action_names[0] == FAULT_ACTION_COUNT, "likewise");
 
-static const char variable[] = "MTLAUNCH_FAULT", once_variable[] = "MTLAUNCH_FAULT_ONCE";
+static const char variable[] = "MTLAUNCH_FAULT", once_variable[] = "MTLAUNCH_FAULT_ONCE",
+                  seed_variable[] = "MTLAUNCH_FAULT_SEED";
+
+struct pool {
+    unsigned char *base;
+    uint64_t stride, frames;
+};
 
 enum fault fault_armed = FAULT_COUNT;
 static struct fault_spec armed;
 static const char *once_path;     /* NULL: acts in every process */
 static _Atomic uint64_t arrivals; /* a fault point may lie in any thread */
+static char process_name[FAULT_PROCESS_BYTES];
+static struct pool pools[FAULT_POOLS_MAX];
+static unsigned n_pools;
+static uint64_t random_state = 1;
 
 const char *fault_name(enum fault fault)
 {
@@ -65,18 +76,31 @@ static int nth_parse(const char *text, uint64_t *nth)
     return errno != 0 || *nth == 0 ? -1 : 0;
 }
 
+/* "@opt_worker.1" behind the name of the point, up to the colon. 0 or -1. */
+static int process_parse(const char *text, size_t bytes, char *process)
+{
+    if (bytes == 0)
+        return 0;
+    if (bytes == 1 || bytes > FAULT_PROCESS_BYTES)
+        return -1;
+    memcpy(process, text + 1, bytes - 1);
+    return 0;
+}
+
 int fault_parse(const char *text, struct fault_spec *spec)
 {
-    size_t name_bytes = strcspn(text, ":");
-    if (text[name_bytes] == '\0')
-        return error_set(ERROR_USER, "%s: expected name:action[:nth], found \"%s\"", variable,
-                         text);
+    size_t head_bytes = strcspn(text, ":"), name_bytes = strcspn(text, "@:");
+    memset(spec, 0, sizeof *spec);
+    if (text[head_bytes] == '\0' ||
+        process_parse(text + name_bytes, head_bytes - name_bytes, spec->process) < 0)
+        return error_set(ERROR_USER, "%s: expected name[@process]:action[:nth], found \"%s\"",
+                         variable, text);
     spec->fault = (enum fault)name_find(fault_names, FAULT_COUNT, text, name_bytes);
     if (spec->fault == FAULT_COUNT) {
         error_set(ERROR_USER, "%s: unknown fault point \"%.*s\"", variable, (int)name_bytes, text);
         return error_hint("fault points:%s", fault_list);
     }
-    const char *action = text + name_bytes + 1;
+    const char *action = text + head_bytes + 1;
     size_t action_bytes = strcspn(action, ":");
     spec->action =
         (enum fault_action)name_find(action_names, FAULT_ACTION_COUNT, action, action_bytes);
@@ -101,19 +125,56 @@ void fault_arm(const struct fault_spec *spec)
 void fault_disarm(void)
 {
     fault_armed = FAULT_COUNT;
+    n_pools = 0;
 }
 
-int fault_arm_from_environment(void)
+int fault_arm_from_environment(const char *process)
 {
-    const char *text = getenv(variable), *once = getenv(once_variable);
+    const char *text = getenv(variable), *once = getenv(once_variable),
+               *seed = getenv(seed_variable);
     if (!text || !*text)
         return 0;
     once_path = once && *once ? once : NULL;
+    random_state = seed ? strtoull(seed, NULL, 10) : 1;
+    (void)snprintf(process_name, sizeof process_name, "%s", process);
     struct fault_spec spec;
     int rc = fault_parse(text, &spec);
-    if (rc == 0)
+    if (rc == 0 && (!spec.process[0] || strcmp(spec.process, process) == 0))
         fault_arm(&spec);
     return rc;
+}
+
+void fault_offer_pool(void *base, uint64_t stride, uint64_t frames)
+{
+    if (n_pools < FAULT_POOLS_MAX && stride && frames)
+        pools[n_pools++] = (struct pool){base, stride, frames};
+}
+
+/* splitmix64: any seed will do, 0 too. */
+static uint64_t next_random(void)
+{
+    uint64_t z = random_state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+static void scribble_frame(unsigned char *frame, uint64_t stride)
+{
+    uint64_t from = next_random() % stride, end = from + 1 + next_random() % (stride - from);
+    for (uint64_t i = from; i < end; i++)
+        frame[i] = (unsigned char)(next_random() >> 56);
+}
+
+/* What a stray pointer could do: one frame, or each of a pool, whoever reads them now. */
+static void scribble(void)
+{
+    if (n_pools == 0)
+        return;
+    const struct pool *pool = &pools[next_random() % n_pools];
+    uint64_t n = next_random() % 2 ? 1 : pool->frames, first = next_random() % pool->frames;
+    for (uint64_t i = 0; i < n; i++)
+        scribble_frame(pool->base + (first + i) % pool->frames * pool->stride, pool->stride);
 }
 
 /* A handler or a mask of this process must not turn the fault into something else. */
@@ -130,6 +191,10 @@ static void die_of(int number)
 static void act(enum fault_action action)
 {
     switch (action) {
+    case FAULT_ACTION_scribble:
+        scribble();
+        (void)kill(getpid(), SIGKILL);
+        break;
     case FAULT_ACTION_kill:
         (void)kill(getpid(), SIGKILL);
         break;
@@ -162,7 +227,11 @@ static int is_first(void)
     int fd = open(once_path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd < 0)
         return 0;
-    (void)close(fd); /* an empty file: that it exists is all */
+    struct timespec now;
+    (void)clock_gettime(CLOCK_REALTIME, &now);
+    (void)dprintf(fd, "%s %d %lld.%09ld\n", process_name, (int)getpid(), (long long)now.tv_sec,
+                  now.tv_nsec); /* for measuring; that the file exists is what counts */
+    (void)close(fd);
     return 1;
 }
 
