@@ -303,6 +303,13 @@ def tiny_sections(output_dir, model, data):
     }
 
 
+def merged(sections, changes):
+    """`sections` with the keys of `changes` in them."""
+    for section, keys in changes.items():
+        sections.setdefault(section, {}).update(keys)
+    return sections
+
+
 def tiny_run(directory, name="run", hf=None, file=None, **changes):
     """A Run on the tiny model. changes: section={key: value}; a value of None removes the key.
 
@@ -317,9 +324,7 @@ def tiny_run(directory, name="run", hf=None, file=None, **changes):
         if not os.path.exists(file):
             write_text(file)
     output_dir = os.path.join(directory, name)
-    sections = tiny_sections(output_dir, hf, file)
-    for section, keys in changes.items():
-        sections.setdefault(section, {}).update(keys)
+    sections = merged(tiny_sections(output_dir, hf, file), changes)
     return Run(write_run_file(os.path.join(directory, name + ".toml"), sections), output_dir, sections)
 
 
@@ -504,9 +509,7 @@ class Run:
 
     def change(self, **changes):
         """Rewrites the run file."""
-        for section, keys in changes.items():
-            self.sections.setdefault(section, {}).update(keys)
-        write_run_file(self.file, self.sections)
+        write_run_file(self.file, merged(self.sections, changes))
 
     def lines(self, tolerant=False):
         """metrics.jsonl. Every line must be JSON, the last one whole; a live run may be writing it (tolerant)."""
@@ -551,6 +554,58 @@ def digest(run_dir, status=DONE):
     match = re.fullmatch(r"step (\d+) state_hash ([0-9a-f]{32}) weights_hash ([0-9a-f]{32})\n", result.out)
     check(match, "digest printed %r" % result.out)
     return int(match.group(1)), match.group(2), match.group(3)
+
+
+# of a step line: what differs from run to run
+TIMES = ("tokens_per_s", "step_s", "forward_s", "backward_s", "wait_s", "bytes_read", "bytes_written")
+
+
+class Undisturbed:
+    """What a run comes to that nobody disturbs: make(directory) is run to its end, when first asked for."""
+
+    def __init__(self, make):
+        self.make, self.lines = make, None
+
+    def learn(self):
+        if self.lines is not None:
+            return self
+        directory = tempfile.mkdtemp(prefix="mt-undisturbed-")
+        try:
+            run = self.make(directory)
+            run.ok()
+            lines = run.step_lines()
+            run.check_steps(len(lines))
+            self.step_s = min(line["step_s"] for line in lines)
+            self.lines, self.digest = self.facts(run), run.digest()
+            self.exports = tree(os.path.join(run.dir, "export"))
+            self.events, self.entries, self.store = self.told(run), set(os.listdir(run.dir)), self.sizes(run)
+        finally:
+            shutil.rmtree(directory)
+        return self
+
+    @staticmethod
+    def facts(run):
+        return [{k: v for k, v in line.items() if k not in TIMES} for line in run.step_lines()]
+
+    @staticmethod
+    def told(run):
+        """What evaluations, samples and skips said; an event may stand there twice."""
+        lines = [{k: v for k, v in e.items() if k != "time"} for e in run.events()]
+        return {json.dumps(e, sort_keys=True) for e in lines if e["event"] in ("eval", "sample", "skip")}
+
+    @staticmethod
+    def sizes(run):
+        return {e.name: e.stat().st_size for e in os.scandir(os.path.join(run.dir, "store"))}
+
+    def check(self, run):
+        """The run has the same step lines, state and exports."""
+        self.learn()
+        found = self.facts(run)
+        equal([f["step"] for f in found], [e["step"] for e in self.lines], "step lines")
+        for f, e in zip(found, self.lines):
+            equal(f, e, "the line of step %d" % e["step"])
+        equal(run.digest(), self.digest, "digest")
+        equal(tree(os.path.join(run.dir, "export")), self.exports, "exports")
 
 
 def shm_names():

@@ -15,7 +15,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from harness import *
@@ -61,30 +60,10 @@ def mounted(directory, size, kind="tmpfs"):
 
 def disk_run(directory, name="run", **changes):
     sections = {"training": {"steps": STEPS}, "memory": {"page_elements": 4096}}
-    for section, keys in changes.items():
-        sections.setdefault(section, {}).update(keys)
-    return tiny_run(directory, name, **sections)
+    return tiny_run(directory, name, **merged(sections, changes))
 
 
-class Undisturbed:
-    result = None
-
-    @classmethod
-    def get(cls):
-        if cls.result is None:
-            directory = tempfile.mkdtemp(prefix="mt-undisturbed-")
-            run = disk_run(directory)
-            run.ok()
-            cls.result = run.hashes(), run.digest()
-            shutil.rmtree(directory)
-        return cls.result
-
-
-def check_undisturbed(run):
-    hashes, digest = Undisturbed.get()
-    run.check_steps(STEPS)
-    equal(run.hashes(), hashes, "state hashes")
-    equal(run.digest(), digest, "digest")
+check_undisturbed = Undisturbed(disk_run).check
 
 
 def check_said(result, *parts):

@@ -4,8 +4,6 @@ metrics.jsonl, of a run that nobody disturbed, and leaves nothing behind.
 
     tests/kill/test_kill.py --count 200 --seed 7      more kills; the same ones again
 """
-import fcntl
-import glob
 import os
 import signal
 import sys
@@ -14,10 +12,10 @@ import time
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from harness import *
 import probe
+from trial import Trial
 
 STEPS = 10
 MODEL = {"hidden_size": 96, "num_hidden_layers": 4, "intermediate_size": 256, "head_dim": 24}
-TIMES = ("tokens_per_s", "step_s", "forward_s", "backward_s", "wait_s", "bytes_read", "bytes_written")
 COUNT = 20
 
 
@@ -37,115 +35,23 @@ def kill_run(directory, name, dtype="float32", workers=1, engine="auto", steps=S
         "optimizer": {"workers": workers},
         "memory": {"page_elements": 4096, "io_engine": engine},
     }
-    for section, keys in changes.items():
-        sections.setdefault(section, {}).update(keys)
-    run = tiny_run(directory, name, hf=MODEL, **sections)
+    run = tiny_run(directory, name, hf=MODEL, **merged(sections, changes))
     run.change(model={"dtype": dtype})
     return run
 
 
-def facts(run):
-    """The step lines without what a clock says."""
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in run.step_lines()]
+# workers and engine change no bit, so one per dtype serves all
+UNDISTURBED = {dtype: Undisturbed(lambda d, t=dtype: kill_run(d, "undisturbed", t)) for dtype in ("float32", "bfloat16")}
 
 
-class Undisturbed:
-    """What a run must come to. Workers and engine change no bit, so one per dtype serves all."""
-
-    known = {}
-
-    @classmethod
-    def of(cls, dtype):
-        if dtype not in cls.known:
-            cls.known[dtype] = cls(dtype)
-        return cls.known[dtype]
-
-    def __init__(self, dtype):
-        directory = tempfile.mkdtemp(prefix="mt-undisturbed-")
-        try:
-            run = kill_run(directory, "undisturbed", dtype)
-            run.ok()
-            run.check_steps(STEPS)
-            self.facts, self.digest = facts(run), run.digest()
-            self.export = tree(run.export_dir(STEPS))
-            self.step_s = min(line["step_s"] for line in run.step_lines())
-        finally:
-            shutil.rmtree(directory)
+def undisturbed(dtype):
+    return UNDISTURBED[dtype].learn()
 
 
-def contact(run):
-    """The socket directory of the live launcher, or None."""
-    try:
-        with open(os.path.join(run.dir, "run.lock")) as f:
-            first = f.readline().strip()
-        return os.path.dirname(first) or None
-    except FileNotFoundError:
-        return None
-
-
-def marked(mark):
-    """Processes that inherited this value in their environment."""
-    found = []
-    for path in glob.glob("/proc/[0-9]*/environ"):
-        try:
-            with open(path, "rb") as f:
-                if mark.encode() in f.read():
-                    found.append(int(path.split("/")[2]))
-        except OSError:
-            continue
-    return [pid for pid in found if is_alive(pid)]
-
-
-def is_unlocked(path):
-    with open(path) as f:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            return False
-
-
-class Trial:
-    """A run with its mark, so that whatever it leaves can be told from others'."""
-
-    def __init__(self, run):
-        self.run = run
-        self.mark = "mark-%d-%d" % (os.getpid(), time.monotonic_ns())
-        self.launchers, self.sockets = [], set()
-
-    def start(self, *overrides):
-        live = self.run.start(*overrides, env={"TEST_MARK": self.mark})
-        self.launchers.append(live.pid)
-        return live
-
-    def kill(self, live, role, when, number=signal.SIGKILL, **how):
-        seen = probe.kill(live.pid, role, number, when, **how)
-        self.note_socket()
-        return seen
-
-    def note_socket(self):
-        directory = contact(self.run)
-        if directory:
-            self.sockets.add(directory)
-
-    def check_nothing_left(self):
-        wait_until(lambda: not marked(self.mark), 5, "no process left, found %s" % marked(self.mark))
-        left = [d for d in self.sockets if os.path.exists(d)]
-        check(not left, "left in /tmp: %s" % left)
-        own = [n for n in shm_names() if any("-%d-" % pid in n for pid in self.launchers)]
-        check(not own, "left in /dev/shm: %s" % own)
-        for path in [os.path.join(self.run.dir, "run.lock")] + glob.glob(self.run.dir + "/store/*"):
-            # the kernel takes an io_uring down, and with it its hold on the files, after its process
-            wait_until(lambda p=path: is_unlocked(p), 10, "%s is unlocked" % path)
-
-    def check_undisturbed(self, expected):
-        found = facts(self.run)
-        equal([f["step"] for f in found], [f["step"] for f in expected.facts], "step lines")
-        for f, e in zip(found, expected.facts):
-            equal(f, e, "the line of step %d" % e["step"])
-        equal(self.run.digest(), expected.digest, "digest")
-        equal(tree(self.run.export_dir(STEPS)), expected.export, "export")
-        equal(sorted(os.listdir(os.path.join(self.run.dir, "export"))), ["step-%d" % STEPS], "exports")
+def kill(trial, live, role, when, number=signal.SIGKILL, **how):
+    seen = probe.kill(live.pid, role, number, when, **how)
+    trial.note_socket()
+    return seen
 
 
 def names_of(run):
@@ -156,7 +62,7 @@ def finish(trial, live, role, expected):
     """To the end: by itself after a worker's death, by a new start after the launcher's."""
     if role == "launcher":
         equal(live.wait(), -signal.SIGKILL, "status of the killed launcher")
-        wait_until(lambda: not marked(trial.mark), 2, "the workers of a dead launcher end")
+        wait_until(lambda: not trial.marked(), 2, "the workers of a dead launcher end")
         with trial.start() as again:
             equal(again.wait(), DONE, "status of the next start: %s" % again.output())
     else:
@@ -165,7 +71,7 @@ def finish(trial, live, role, expected):
         check(name in names_of(trial.run), "no worker_exit of %s: %s" % (name, names_of(trial.run)))
         check("%s (pid " % name in live.output() and "signal 9" in live.output(),
               "no obituary of %s:\n%s" % (name, live.output()))
-    trial.check_undisturbed(expected)
+    expected.check(trial.run)
     trial.check_nothing_left()
 
 
@@ -183,12 +89,12 @@ def draw_role(rng, turn, workers):
 def one_kill(t, rng, number, variant):
     """True if the kill came between READY and the last step."""
     dtype, workers, engine = variant
-    expected = Undisturbed.of(dtype)
+    expected = undisturbed(dtype)
     role = draw_role(rng, number + number // len(VARIANTS), workers)
     step, delay = rng.randint(1, STEPS - 1), rng.random() * 1.5 * expected.step_s
     trial = Trial(kill_run(t.dir, "run-%d" % number, dtype, workers, engine))
     with trial.start() as live:
-        seen = trial.kill(live, role, "step:%d" % step, delay_s=delay)
+        seen = kill(trial, live, role, "step:%d" % step, delay_s=delay)
         if seen is None or seen["committed"] >= STEPS:
             return False
         t.note("kill %2d: %-12s step %2d, %s" % (number, role, seen["begun"], probe.phase(seen)))
@@ -222,42 +128,42 @@ def add_random_kills():
 
 @test
 def two_workers_killed_within_milliseconds_are_one_death(t):
-    expected = Undisturbed.of("float32")
+    expected = undisturbed("float32")
     for first, second in (("gpu_worker", "io_worker"), ("opt_worker.0", "opt_worker.2")):
         trial = Trial(kill_run(t.dir, "run-" + first, workers=3))
         with trial.start() as live:
-            check(trial.kill(live, first, "step:4", delay_s=t.rng.random() * expected.step_s), "too late")
+            check(kill(trial, live, first, "step:4", delay_s=t.rng.random() * expected.step_s), "too late")
             probe.kill(live.pid, second, signal.SIGKILL, "step:4", delay_s=t.rng.random() * 0.02)
             equal(live.wait(), DONE, "status: %s" % live.output())
         check(len(trial.run.events("restart")) >= 1, "no restart")
-        trial.check_undisturbed(expected)
+        expected.check(trial.run)
         trial.check_nothing_left()
 
 
 @test
 def a_kill_during_recovery_is_recovered_from(t):
-    expected = Undisturbed.of("bfloat16")
+    expected = undisturbed("bfloat16")
     for role, when in (("io_worker", "activity:RECOVERING"), ("io_worker", "activity:TAKEOVER"),
                        ("gpu_worker", "activity:RECOVERING")):
         trial = Trial(kill_run(t.dir, "run-%s-%s" % (role, when[9:]), "bfloat16", 3))
         with trial.start() as live:
-            check(trial.kill(live, "io_worker", "step:5"), "too late")
-            seen = trial.kill(live, role, when, generation=2)
+            check(kill(trial, live, "io_worker", "step:5"), "too late")
+            seen = kill(trial, live, role, when, generation=2)
             t.note("second kill: %s in generation %s, %s" % (
                 role, seen and seen["generation"], seen and seen["activity"]))
             equal(live.wait(), DONE, "status: %s" % live.output())
         equal(len(names_of(trial.run)), 2 if seen else 1, "deaths")
-        trial.check_undisturbed(expected)
+        expected.check(trial.run)
         trial.check_nothing_left()
 
 
 @test
 def a_launcher_killed_during_recovery_leaves_a_resumable_run(t):
-    expected = Undisturbed.of("float32")
+    expected = undisturbed("float32")
     trial = Trial(kill_run(t.dir, "run", workers=3))
     with trial.start() as live:
-        check(trial.kill(live, "io_worker", "step:5"), "too late")
-        seen = trial.kill(live, "launcher", "activity:RECOVERING", generation=2)
+        check(kill(trial, live, "io_worker", "step:5"), "too late")
+        seen = kill(trial, live, "launcher", "activity:RECOVERING", generation=2)
         check(seen, "the moment did not come")
         finish(trial, live, "launcher", expected)
 
@@ -272,7 +178,7 @@ def big_run(t, name):
 def import_trial(t, name, role, when, delay, digest_expected):
     trial = Trial(big_run(t, name))
     with trial.start() as live:
-        seen = trial.kill(live, role, when, delay_s=delay)
+        seen = kill(trial, live, role, when, delay_s=delay)
         check(seen, "%s never came" % when)
         t.note("%s killed while %s, ready %d" % (role, seen["activity"], seen["ready"]))
         if role == "launcher":
@@ -301,28 +207,28 @@ def a_kill_before_ready_makes_the_import_begin_again(t):
 
 @test
 def a_kill_during_an_export_leaves_one_whole_export(t):
-    expected = Undisturbed.of("float32")
+    expected = undisturbed("float32")
     for role in ("io_worker", "launcher", "gpu_worker"):
         trial = Trial(kill_run(t.dir, "run-" + role, workers=2))
         with trial.start() as live:
-            seen = trial.kill(live, role, "export", delay_s=t.rng.random() * 0.002)
+            seen = kill(trial, live, role, "export", delay_s=t.rng.random() * 0.002)
             if seen is None:
                 t.note("the export was over before %s could be killed" % role)
                 equal(live.wait(), DONE, "status")
             else:
                 t.note("%s killed during the export after step %d" % (role, seen["committed"]))
                 finish(trial, live, role, expected)
-        trial.check_undisturbed(expected)
+        expected.check(trial.run)
         trial.check_nothing_left()
 
 
 @test
 def a_worker_stopped_for_three_seconds_goes_on(t):
-    expected = Undisturbed.of("float32")
+    expected = undisturbed("float32")
     trial = Trial(kill_run(t.dir, "run", workers=3))
     with trial.start() as live:
         for i, role in enumerate(("gpu_worker", "opt_worker.1", "io_worker")):
-            seen = trial.kill(live, role, "step:%d" % (2 + 2 * i), number=signal.SIGSTOP)
+            seen = kill(trial, live, role, "step:%d" % (2 + 2 * i), number=signal.SIGSTOP)
             check(seen, "too late for %s" % role)
             time.sleep(3)
             before = probe.state(live.pid)
@@ -330,7 +236,7 @@ def a_worker_stopped_for_three_seconds_goes_on(t):
             check(probe.kill(live.pid, role, signal.SIGCONT, "step:1"), "%s is gone" % role)
         equal(live.wait(), DONE, "status: %s" % live.output())
     equal(names_of(trial.run), [], "deaths")
-    trial.check_undisturbed(expected)
+    expected.check(trial.run)
     trial.check_nothing_left()
 
 
@@ -343,11 +249,11 @@ def left_in_order(run, worker):
 @test
 def an_interrupt_at_any_moment_ends_all_in_order(t):
     """Four times in one run, each time somewhere else in a step, with transfers in flight."""
-    expected = Undisturbed.of("float32")
+    expected = undisturbed("float32")
     trial = Trial(kill_run(t.dir, "run", workers=3))
     for i in range(4):
         with trial.start() as live:
-            seen = trial.kill(live, "launcher", "step:%d" % (2 + 2 * i), number=signal.SIGINT,
+            seen = kill(trial, live, "launcher", "step:%d" % (2 + 2 * i), number=signal.SIGINT,
                               delay_s=t.rng.random() * expected.step_s)
             check(seen, "too late")
             began = time.monotonic()
@@ -359,7 +265,7 @@ def an_interrupt_at_any_moment_ends_all_in_order(t):
             check(took > 0.9 or left_in_order(trial.run, worker), "%s did not leave in order" % worker)
     with trial.start() as live:
         equal(live.wait(), DONE, "status: %s" % live.output())
-    trial.check_undisturbed(expected)
+    expected.check(trial.run)
     trial.check_nothing_left()
 
 
