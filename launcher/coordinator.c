@@ -201,7 +201,7 @@ int coordinator_begin(struct launcher *l)
     l->metrics = NULL;
     if (metrics_open(&l->metrics, l->run.path, resumed) < 0)
         return -(int)error_kind_now();
-    c->evaluated = metrics_last_evaluation(l->metrics);
+    c->evaluated = metrics_last_evaluation(l->metrics, l->config.eval_sample_prompts.count);
     tell_resume(l, resumed);
     tell_mode(l);
     tell_lost_export(l, resumed);

@@ -19,7 +19,8 @@ enum { METRICS_LINE_BYTES_MAX = 16384 };
 struct metrics {
     int fd;
     int complained;
-    uint64_t evaluated;
+    uint64_t evaluated;        /* step of the newest eval event */
+    uint64_t sampled, samples; /* step of the newest sample events, prompts they answered */
     char path[4096 + 32];
 };
 
@@ -32,13 +33,20 @@ static uint64_t line_step(const char *line)
     return sscanf(line, "{\"step\": %llu", &step) == 1 ? step : 0;
 }
 
-static uint64_t evaluation_step(const char *line)
+/* What an evaluation has told: its loss, then a sample for each prompt. */
+static void note_evaluation(struct metrics *m, const char *line)
 {
-    unsigned long long step;
-    int tells = strncmp(line, "{\"event\": \"eval\"", 16) == 0 ||
-                strncmp(line, "{\"event\": \"sample\"", 18) == 0;
-    const char *at = tells ? strstr(line, "\"step\": ") : NULL;
-    return at && sscanf(at, "\"step\": %llu", &step) == 1 ? step : 0;
+    unsigned long long step, prompt;
+    const char *at = strstr(line, "\"step\": ");
+    if (!at || strncmp(line, "{\"event\": \"", 11) != 0)
+        return;
+    if (strncmp(line + 11, "eval\"", 5) == 0 && sscanf(at, "\"step\": %llu", &step) == 1)
+        m->evaluated = step;
+    if (strncmp(line + 11, "sample\"", 7) == 0 &&
+        sscanf(at, "\"step\": %llu, \"prompt\": %llu", &step, &prompt) == 2) {
+        m->sampled = step;
+        m->samples = prompt + 1;
+    }
 }
 
 /* Copies what may stay to `out`, from the first line that may not. 1 if anything was dropped. */
@@ -51,8 +59,7 @@ static int filter(struct metrics *m, FILE *in, FILE *out, uint64_t committed, lo
         uint64_t step = line_step(line);
         int bad = step == UINT64_MAX || step > committed;
         dropped |= bad;
-        if (evaluation_step(line))
-            m->evaluated = evaluation_step(line);
+        note_evaluation(m, line);
         if (!dropped)
             *keep = ftell(in);
         else if (!bad)
@@ -129,9 +136,11 @@ int metrics_open(struct metrics **out, const char *directory, uint64_t committed
     return 0;
 }
 
-uint64_t metrics_last_evaluation(const struct metrics *m)
+uint64_t metrics_last_evaluation(const struct metrics *m, uint64_t prompts)
 {
-    return m->evaluated;
+    if (prompts == 0)
+        return m->evaluated;
+    return m->sampled && m->samples < prompts ? m->sampled - 1 : m->sampled;
 }
 
 void metrics_close(struct metrics *m)

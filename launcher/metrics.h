@@ -20,8 +20,9 @@ int metrics_has_steps(const char *directory);
 int metrics_open(struct metrics **metrics, const char *directory, uint64_t committed);
 void metrics_close(struct metrics *metrics);
 
-/* The newest step that an `eval` or `sample` event in the file speaks of; 0 without one. */
-uint64_t metrics_last_evaluation(const struct metrics *metrics);
+/* The newest step whose evaluation the file told to its end when it was opened, with a sample for
+ * each of `prompts`; 0 without one. */
+uint64_t metrics_last_evaluation(const struct metrics *metrics, uint64_t prompts);
 
 /* Appends one line, `json` without newline. */
 int metrics_append(struct metrics *metrics, const char *json);

@@ -72,6 +72,31 @@ static void a_long_event_is_whole(void **state)
     (void)rmdir(directory);
 }
 
+/* A process may die between the loss of an evaluation and its last sample: it is done again. */
+static void an_evaluation_is_told_with_its_last_sample(void **state)
+{
+    (void)state;
+    static const char *const fields[] = {", \"step\": 3, \"val_loss\": 1",
+                                         ", \"step\": 3, \"prompt\": 0, \"text\": \"a\"",
+                                         ", \"step\": 3, \"prompt\": 1, \"text\": \"b\""};
+    static const uint64_t without_prompts[] = {3, 3, 3}, of_two[] = {0, 2, 3};
+    char directory[] = "/tmp/mt-metrics-XXXXXX", path[64];
+    struct metrics *m = NULL;
+    assert_non_null(mkdtemp(directory));
+    for (int i = 0; i < 3; i++) {
+        assert_int_equal(metrics_open(&m, directory, 3), 0);
+        metrics_event(m, i ? "sample" : "eval", fields[i]);
+        metrics_close(m);
+        assert_int_equal(metrics_open(&m, directory, 3), 0);
+        assert_int_equal(metrics_last_evaluation(m, 0), without_prompts[i]);
+        assert_int_equal(metrics_last_evaluation(m, 2), of_two[i]);
+        metrics_close(m);
+    }
+    (void)snprintf(path, sizeof path, "%s/metrics.jsonl", directory);
+    (void)unlink(path);
+    (void)rmdir(directory);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -79,6 +104,7 @@ int main(void)
         cmocka_unit_test(bytes_that_are_no_utf8_are_replaced),
         cmocka_unit_test(a_long_text_is_cut_within_its_room),
         cmocka_unit_test(a_long_event_is_whole),
+        cmocka_unit_test(an_evaluation_is_told_with_its_last_sample),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
