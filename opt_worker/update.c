@@ -279,13 +279,13 @@ static int apply_page(struct update *u, const struct step_orders *orders,
         return 0; /* io_worker reads it again, and says what is wrong if that is no better */
     a.has_moments = ((const struct page_image_header *)(const void *)a.in)->codec != PAGE_ZERO;
     uint64_t rank = topology_page_rank(d->page, u->w->plan->opt_workers);
-    if (check_gradient(u, d->page, u->gradient_frames[rank], u->gradient_hashes[rank]) < 0)
-        return -(int)error_kind_now();
     a.gradient = segment_frame(s, REGION_GRADIENT_POOL, 0, u->gradient_frames[rank]);
     model_page_decay_bits(&u->w->layout, page, u->no_decay, (uint32_t)u->w->plan->no_decay.count,
                           u->decay_blocks);
     struct adamw_scalars scalars = scalars_of(orders);
-    if (update_arrays(u, &a, &scalars, d->page) < 0)
+    /* compared afterwards: gpu_worker maps the frame writable, and may have gone mad meanwhile */
+    if (update_arrays(u, &a, &scalars, d->page) < 0 ||
+        check_gradient(u, d->page, u->gradient_frames[rank], u->gradient_hashes[rank]) < 0)
         return -(int)error_kind_now();
     identity.version = u->step;
     page_image_seal(a.out, &layout, &identity, PAGE_RAW);
