@@ -468,10 +468,12 @@ static void tell_evaluation(struct launcher *l, uint64_t step)
     double tokens = (double)fact(&gpu->evaluate_tokens);
     double loss = atomic_load_explicit(&gpu->evaluate_loss_sum, memory_order_acquire) /
                   (tokens > 0 ? tokens : 1);
-    char fields[256];
-    (void)snprintf(fields, sizeof fields,
-                   ", \"step\": %llu, \"val_loss\": %.9g, \"perplexity\": %.9g, \"tokens\": %.0f",
-                   (unsigned long long)step, loss, exp(loss), tokens);
+    char fields[256], numbers[128] = "\"val_loss\": null, \"perplexity\": null";
+    if (isfinite(exp(loss))) /* JSON has no NaN and no Inf */
+        (void)snprintf(numbers, sizeof numbers, "\"val_loss\": %.9g, \"perplexity\": %.9g", loss,
+                       exp(loss));
+    (void)snprintf(fields, sizeof fields, ", \"step\": %llu, %s, \"tokens\": %.0f",
+                   (unsigned long long)step, numbers, tokens);
     metrics_event(l->metrics, "eval", fields);
     progress_say(l->progress, "step %llu: validation loss %.4f, perplexity %.2f over %.0f tokens",
                  (unsigned long long)step, loss, exp(loss), tokens);
