@@ -27,6 +27,8 @@ _Static_assert(sizeof action_names / sizeof action_names[0] == FAULT_ACTION_COUN
 static const char variable[] = "MTLAUNCH_FAULT", once_variable[] = "MTLAUNCH_FAULT_ONCE",
                   seed_variable[] = "MTLAUNCH_FAULT_SEED";
 
+enum { SCRIBBLE_LINGER_US = 100000 };
+
 struct pool {
     unsigned char *base;
     uint64_t stride, frames;
@@ -175,6 +177,8 @@ static void scribble(void)
     uint64_t n = next_random() % 2 ? 1 : pool->frames, first = next_random() % pool->frames;
     for (uint64_t i = 0; i < n; i++)
         scribble_frame(pool->base + (first + i) % pool->frames * pool->stride, pool->stride);
+    if (next_random() % 2) /* a process that dumps core is not dead for a while */
+        (void)usleep((useconds_t)(next_random() % SCRIBBLE_LINGER_US));
 }
 
 /* A handler or a mask of this process must not turn the fault into something else. */

@@ -4,6 +4,7 @@
     tests/kill/chaos.py --cases 1000 [--seed 7] [--jobs 2]   `make chaos N=1000`
     tests/kill/chaos.py --seed 7 --case 412                  one of them again
     tests/kill/chaos.py --kinds storm --cases 50             500 kills of opt_workers
+    tests/kill/chaos.py --only ':(stop|hang):'               what the watchdog ends, at every point
 
 Case K of a seed is the same whatever else is run. First come the named ones: each fault point of procs/fault.h
 with each action in each process that passes it. Then random ones:
@@ -255,18 +256,15 @@ class Attempt:
 
     def disturb_storm(self, live):
         """Between two kills the run gets on: a limit of the supervisor counts deaths without progress."""
-        before = 0
-        while len(self.kills) < STORM_KILLS:
-            seen = probe.state(live.pid)
-            if seen is None:
-                return
-            if seen["ready"] and seen["committed"] > before:
-                before = seen["committed"]
-                time.sleep(self.rng.random() * 2 * self.expected.step_s)
-                pids = [p for p in self.victims(live, "opt_worker")]
-                if pids:
-                    self.kill(live, self.rng.choice(pids))
-            time.sleep(0.002)
+        step = 1
+        while len(self.kills) < STORM_KILLS and live.running():
+            worker = self.rng.randrange(self.case.workers)
+            seen = probe.kill(live.pid, "opt_worker.%d" % worker, signal.SIGKILL, "step:%d" % step,
+                              delay_s=self.rng.random() * 2 * self.expected.step_s)
+            if seen and seen["committed"] < STORM_STEPS:
+                self.kills.append((seen["pids"][worker], seen["at"], "kill"))
+                step = seen["begun"] + 2
+        check(len(self.kills) == STORM_KILLS, "only %d kills came in time" % len(self.kills))
 
     # -- to the end --
 
@@ -283,7 +281,7 @@ class Attempt:
             disturb = None
             self.take_note_of_fault()
             if not any(pid == live.pid for pid, _, _ in self.kills):
-                equal(status, DONE, "status: %s" % self.output[-3000:])
+                equal(status, DONE, "status")
                 return
             self.trial.check_all_gone(2)
         raise TestFailure("the launcher was killed again and again")
@@ -291,7 +289,7 @@ class Attempt:
     def take_note_of_fault(self):
         if self.case.kind != "point" or any(action == self.case.action for _, _, action in self.kills):
             return
-        check(os.path.exists(self.once), "the point was never reached: %s" % self.output[-3000:])
+        check(os.path.exists(self.once), "the point was never reached")
         with open(self.once) as f:
             _, pid, when = f.read().split()
         if (self.case.process, self.case.action) != ("launcher", "stop"):
@@ -305,9 +303,9 @@ class Attempt:
         lost = re.findall(r"there is no export of step (\d+), which was due", self.output)
         self.expected.check(self.run, lost_exports=["step-%s" % s for s in lost])
         equal(Undisturbed.told(self.run), self.expected.events, "evaluations, samples and skips told")
-        if self.case.kind == "point" and self.case.process != "launcher" and not self.case.double:
-            found = [name for name, _ in self.deaths()]
-            equal(found, [self.case.process], "who died: %s" % self.output[-3000:])
+        if self.case.kind == "point" and self.case.process != "launcher" and not self.case.double and \
+                self.case.action != "scribble":  # who reads what was scribbled may find it and leave, too
+            equal([name for name, _ in self.deaths()], [self.case.process], "who died")
         self.run.ok()  # no lock is held, and there is nothing to do
         self.run.check_steps(len(self.expected.lines))
         self.trial.check_nothing_left()
@@ -394,7 +392,7 @@ def spread(values):
     if not values:
         return None
     return {"n": len(values), "median": round(values[len(values) // 2], 1),
-            "p90": round(values[int(0.9 * (len(values) - 1))], 1), "max": round(values[-1], 1)}
+            "p90": round(values[int(0.9 * len(values))], 1), "max": round(values[-1], 1)}
 
 
 def summary(outcomes, seed, seconds):
@@ -423,10 +421,12 @@ def main():
     options.add_argument("--first", type=int, default=0, help="number of the first case")
     options.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     options.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    options.add_argument("--only", default="", help="of these, only cases whose title matches this expression")
     options.add_argument("--kinds", help="only random cases of these kinds: moment,double,storm")
     given = options.parse_args()
     numbers = given.case or range(given.first, given.first + given.cases)
     cases = [make_case(given.seed, n, given.kinds and given.kinds.split(",")) for n in numbers]
+    cases = [case for case in cases if re.search(given.only, title(case))]
     began, done = time.monotonic(), []
     print("seed %d: %d cases, %d named combinations" % (given.seed, len(cases), len(named_combinations())), flush=True)
 

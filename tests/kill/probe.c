@@ -19,6 +19,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "ipc/control.h"
@@ -154,7 +155,10 @@ static const char *phase_of_device(const struct view *v)
 
 static void print_state(const struct view *v)
 {
-    (void)printf("{\"generation\": %u, \"ready\": %d, \"activity\": \"%s\", \"begun\": %llu, "
+    struct timespec now;
+    (void)clock_gettime(CLOCK_REALTIME, &now);
+    (void)printf("{\"at\": %lld.%09ld, ", (long long)now.tv_sec, now.tv_nsec);
+    (void)printf("\"generation\": %u, \"ready\": %d, \"activity\": \"%s\", \"begun\": %llu, "
                  "\"committed\": %llu, \"device\": \"%s\", \"update\": \"%s\", "
                  "\"segment_bytes\": %llu, \"device_bytes\": %llu, \"store_bytes\": %llu, "
                  "\"io\": %d, \"gpu\": %d, \"pids\": [",
