@@ -4,6 +4,7 @@
  *
  *     probe PID state
  *     probe PID places                                       where each region and ring lies
+ *     probe PID stopping        tells the workers to leave, as the launcher would, in its place
  *     probe PID kill ROLE[.I] SIGNAL GENERATION WHEN DELAY_US
  *
  * WHEN is "step:N" (all are READY, step N has begun), "export" (one is being written) or
@@ -30,6 +31,7 @@ enum { GONE = 3, POLL_US = 50 };
 
 struct view {
     int pid;
+    char path[400]; /* of the segment */
     char *base;
     size_t bytes;
     const struct plan *plan;
@@ -79,6 +81,7 @@ static int map_file(struct view *v, const char *path)
     (void)close(fd);
     if (p == MAP_FAILED)
         return 0;
+    (void)snprintf(v->path, sizeof v->path, "%s", path);
     v->base = p;
     v->bytes = (size_t)st.st_size;
     v->plan = p;
@@ -273,18 +276,39 @@ static int kill_command(struct view *v, char **argv)
     return kill(pid, atoi(argv[4])) < 0 ? GONE : 0;
 }
 
+/* For a launcher that is frozen and cannot do it itself. */
+static int stopping_command(const struct view *v)
+{
+    const struct plan_region *at = &v->plan->regions[REGION_LAUNCHER_CONTROL];
+    int fd = open(v->path, O_RDWR | O_CLOEXEC);
+    void *p = mmap(NULL, at->stride, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)at->offset);
+    (void)close(fd);
+    if (p == MAP_FAILED) {
+        perror("probe: mmap");
+        return 1;
+    }
+    struct launcher_control *orders = p;
+    atomic_store(&orders->stopping, 1);
+    print_state(v);
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     struct view v = {.pid = argc > 2 ? atoi(argv[1]) : 0};
     if (argc == 8 && strcmp(argv[2], "kill") == 0)
         return kill_command(&v, argv);
-    if (argc != 3 || (strcmp(argv[2], "state") != 0 && strcmp(argv[2], "places") != 0)) {
-        (void)fprintf(stderr,
-                      "probe PID state|places|kill ROLE[.I] SIGNAL GENERATION WHEN DELAY_US\n");
+    if (argc != 3 || (strcmp(argv[2], "state") != 0 && strcmp(argv[2], "places") != 0 &&
+                      strcmp(argv[2], "stopping") != 0)) {
+        (void)fprintf(
+            stderr,
+            "probe PID state|places|stopping|kill ROLE[.I] SIGNAL GENERATION WHEN DELAY_US\n");
         return 2;
     }
     if (look(&v) <= 0)
         return GONE;
+    if (strcmp(argv[2], "stopping") == 0)
+        return stopping_command(&v);
     if (argv[2][0] == 's')
         print_state(&v);
     else
