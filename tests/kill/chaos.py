@@ -39,7 +39,7 @@ from harness import *
 import probe
 from trial import Trial
 
-STEPS, STORM_STEPS, STORM_KILLS = 6, 40, 10
+STEPS, STORM_STEPS, STORM_KILLS = 6, 60, 10
 WORKERS = ("io_worker.0", "gpu_worker.0", "opt_worker.0", "opt_worker.1")
 SILENCE_S = 2  # of a frozen worker, before the watchdog acts
 LEDGER = os.path.join(ROOT, "docs", "measured", "chaos.jsonl")
@@ -56,7 +56,7 @@ POINTS, ACTIONS = names_in_header("FAULT_POINTS"), names_in_header("FAULT_ACTION
 
 # how often a process passes a point in one run, at least; once where not named here
 PASSES = {
-    "launcher_child_started": 4, "io_import_page": 40, "io_load_page": 40, "gpu_mid_evaluation": 8,
+    "launcher_child_started": 4, "io_import_page": 40, "io_load_page": 40, "io_takeover_page": 40, "gpu_mid_evaluation": 8,
     "gpu_mid_generation": 8, "io_export_page": 80, "io_weights_lent": 400, "io_state_landed": 200,
     "io_state_lent": 200, "io_slot_submitted": 200, "gpu_weights_taken": 400, "gpu_weights_returned": 400,
     "gpu_gradient_published": 200, "opt_gradient_taken": 100, "opt_norm_written": 100, "opt_state_taken": 100,
@@ -72,7 +72,14 @@ PASSES.update((point, STEPS - 1) for point in POINTS if point in (
     "launcher_before_commit", "launcher_commit_ordered", "launcher_after_commit"))
 ONLY_RESUMED = ("io_recovered", "io_load_page")
 ONLY_SKIPPED = ("io_skip_read_back", "opt_skip")
-ONLY_RESTARTED = ("launcher_restarting",)
+# passed only after a death: of whom, and when (probe.c)
+ANY = ("io_worker", "gpu_worker", "opt_worker.0", "opt_worker.1")
+ONLY_RESTARTED = {
+    "worker_abandoned": (ANY, "step"), "worker_acknowledged": (ANY, "step"), "io_keep": (ANY[1:], "step"),
+    "io_takeover": (ANY[:1], "step"), "io_takeover_page": (ANY[:1], "step"),
+    "launcher_before_restart": (ANY, "step"), "launcher_before_release": (ANY, "step"),
+    "launcher_restarting_all": (ANY[:1], "activity:IMPORTING"),
+}
 
 
 def processes_of(point):
@@ -85,20 +92,22 @@ def processes_of(point):
 # -- runs --
 
 
-def chaos_run(directory, name="run", dtype="float32", workers=2, engine="auto"):
+def chaos_run(directory, name="run", dtype="float32", workers=2, engine="auto", durability="step"):
     """Every point of the protocol in a fifth of a second: evaluations, samples and exports after steps 3 and 6."""
     return tiny_run(directory, name, training={"steps": STEPS}, model={"dtype": dtype},
-                    optimizer={"workers": workers}, memory={"page_elements": 4096, "io_engine": engine},
+                    optimizer={"workers": workers},
+                    memory={"page_elements": 4096, "io_engine": engine, "durability": durability},
                     data={"val_fraction": 0.1}, checkpoint={"export_interval": 3, "keep": 9},
                     eval={"interval": 3, "sequences": 4, "sample_prompts": ["The"], "sample_tokens": 3})
 
 
-def storm_run(directory, name="run", dtype="float32", workers=3, engine="auto"):
+def storm_run(directory, name="run", dtype="float32", workers=3, engine="auto", durability="step"):
     return tiny_run(directory, name, training={"steps": STORM_STEPS}, model={"dtype": dtype},
-                    optimizer={"workers": workers}, memory={"page_elements": 4096, "io_engine": engine})
+                    optimizer={"workers": workers},
+                    memory={"page_elements": 4096, "io_engine": engine, "durability": durability})
 
 
-def skip_run(directory, name="run", dtype="float32", workers=2, engine="auto"):
+def skip_run(directory, name="run", dtype="float32", workers=2, engine="auto", durability="step"):
     """The third step has a token whose attention overflows: it is skipped."""
     hf, file = os.path.join(directory, "hf-skip"), os.path.join(directory, "skip.txt")
     if not os.path.exists(file):
@@ -119,7 +128,7 @@ def skip_run(directory, name="run", dtype="float32", workers=2, engine="auto"):
             f.write(text[:at] + "z" + text[at + 1:])
     return tiny_run(directory, name, hf=hf, file=file, training={"steps": STEPS}, model={"dtype": dtype, "init": "pretrained"},
                     optimizer={"workers": workers, "learning_rate": 1e-25}, data={"shuffle": False},
-                    memory={"page_elements": 4096, "io_engine": engine})
+                    memory={"page_elements": 4096, "io_engine": engine, "durability": durability})
 
 
 MAKERS = {"chaos": chaos_run, "storm": storm_run, "skip": skip_run}
@@ -138,7 +147,8 @@ def undisturbed(maker, dtype):
 
 # -- cases --
 
-Case = collections.namedtuple("Case", "number kind point process action nth double resumed dtype workers engine seed")
+Case = collections.namedtuple("Case", "number kind point process action nth double resumed dtype workers engine "
+                              "durability seed")
 
 
 def named_combinations():
@@ -168,13 +178,15 @@ def case_of(rng, number, kind, point=None, process=None, action=None, double=Fal
     resumed = point in ONLY_RESUMED or (kind == "moment" and rng.random() < 0.25)
     return Case(number, kind, point, process, action, rng.randint(1, PASSES.get(point, 1)), double, resumed,
                 rng.choice(("float32", "bfloat16")), 2 if kind == "point" else rng.randint(1, 3),
-                rng.choice(("auto", "sync")), rng.getrandbits(32))
+                rng.choice(("auto", "sync")), "step" if kind == "point" else rng.choice(("step", "step", 2)),
+                rng.getrandbits(32))
 
 
 def title(case):
     what = "%s@%s:%s:%d" % case[2:6] if case.kind == "point" else case.kind
-    return "%d %s%s%s (%s, %d opt, %s)" % (case.number, what, " + kill" if case.double else "",
-                                           ", resumed" if case.resumed else "", case.dtype, case.workers, case.engine)
+    return "%d %s%s%s (%s, %d opt, %s, durability %s)" % (
+        case.number, what, " + kill" if case.double else "", ", resumed" if case.resumed else "", case.dtype,
+        case.workers, case.engine, case.durability)
 
 
 class Attempt:
@@ -189,10 +201,11 @@ class Attempt:
                "MTLAUNCH_FAULT_SEED": str(case.seed)} if case.kind == "point" else {}
         if case.action in ("stop", "hang"):
             env["MTLAUNCH_SILENCE_S"] = str(SILENCE_S)
-        run = MAKERS[self.maker](directory, dtype=case.dtype, workers=case.workers, engine=case.engine)
+        run = MAKERS[self.maker](directory, dtype=case.dtype, workers=case.workers, engine=case.engine,
+                                 durability=case.durability)
         self.trial, self.run = Trial(run, env), run
         self.kills = []  # (pid, seconds since 1970, action)
-        self.output, self.late = "", 0
+        self.output, self.late, self.killed_before, self.noted = "", 0, None, False
 
     # -- from outside --
 
@@ -231,9 +244,14 @@ class Attempt:
     def disturb_point(self, live):
         case = self.case
         if case.point in ONLY_RESTARTED:
-            seen = probe.kill(live.pid, self.rng.choice(("io_worker", "gpu_worker", "opt_worker.1")), signal.SIGKILL,
-                              "step:%d" % self.rng.randint(1, STEPS - 1))
+            roles, when = ONLY_RESTARTED[case.point]
+            role = self.rng.choice([r for r in roles if not case.process.startswith(r) or case.point[:11] == "io_takeover"])
+            when = "step:%d" % self.rng.randint(1, STEPS - 1) if when == "step" else when
+            seen = probe.kill(live.pid, role, signal.SIGKILL, when)
             check(seen, "too late for a death that is restarted from")
+            self.killed_before = role if "." in role else role + ".0"
+            pid = seen["pids"][int(role[-1])] if "." in role else seen[role[:role.index("_")]]
+            self.kills.append((pid, seen["at"], "kill"))
         if not self.wait_fault(live):
             return
         self.trial.note_socket()
@@ -263,7 +281,7 @@ class Attempt:
                               delay_s=self.rng.random() * 2 * self.expected.step_s)
             if seen and seen["committed"] < STORM_STEPS:
                 self.kills.append((seen["pids"][worker], seen["at"], "kill"))
-                step = seen["begun"] + 2
+                step = seen["begun"] + (2 if self.case.durability == "step" else 2 * self.case.durability)
         check(len(self.kills) == STORM_KILLS, "only %d kills came in time" % len(self.kills))
 
     # -- to the end --
@@ -287,8 +305,9 @@ class Attempt:
         raise TestFailure("the launcher was killed again and again")
 
     def take_note_of_fault(self):
-        if self.case.kind != "point" or any(action == self.case.action for _, _, action in self.kills):
+        if self.case.kind != "point" or self.noted:
             return
+        self.noted = True
         check(os.path.exists(self.once), "the point was never reached")
         with open(self.once) as f:
             _, pid, when = f.read().split()
@@ -305,7 +324,8 @@ class Attempt:
         equal(Undisturbed.told(self.run), self.expected.events, "evaluations, samples and skips told")
         if self.case.kind == "point" and self.case.process != "launcher" and not self.case.double and \
                 self.case.action != "scribble":  # who reads what was scribbled may find it and leave, too
-            equal([name for name, _ in self.deaths()], [self.case.process], "who died")
+            before = [self.killed_before] if self.killed_before else []
+            equal([name for name, _ in self.deaths()], before + [self.case.process], "who died")
         self.run.ok()  # no lock is held, and there is nothing to do
         self.run.check_steps(len(self.expected.lines))
         self.trial.check_nothing_left()
@@ -322,10 +342,12 @@ class Attempt:
                 continue
             found["seen_ms"].append(1e3 * (seconds_of(events[at[0]]) - when))
             after = events[at[0]:]
-            tier = next((e["tier"] for e in after if e["event"] == "restart"), None)
-            runs = next((e for e in after if e["event"] == "resume"), None)
-            if tier and runs:
-                found["running_ms"].append((tier, 1e3 * (seconds_of(runs) - when)))
+            # T1 is told when all go on, T2 when all are killed
+            restart = next((e for e in after if e["event"] == "restart"), None)
+            runs = restart if restart and restart["tier"] == "T1" else \
+                next((e for e in after if e["event"] == "resume"), None)
+            if restart and runs:
+                found["running_ms"].append((restart["tier"], 1e3 * (seconds_of(runs) - when)))
         return found
 
 
