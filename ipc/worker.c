@@ -148,6 +148,8 @@ void worker_ready(struct worker *w)
     segment_reset_rings(&w->segment);
     worker_operation(w, OPERATION_IDLE);
     atomic_store_explicit(&w->self->ready, w->segment.generation, memory_order_release);
+    if (w->segment.generation > w->plan->generation)
+        fault_point(FAULT_worker_ready_again);
     send_message(w, MESSAGE_READY, 0, "");
     log_line(LOG_INFO, "ready, generation %u", w->segment.generation);
 }

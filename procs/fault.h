@@ -22,6 +22,7 @@
     X(worker_abandoned, "another worker died: nothing is in flight, that is not acknowledged")     \
     X(worker_acknowledged,                                                                         \
       "another worker died: the operation is given up, the next life not begun")                   \
+    X(worker_ready_again, "READY said in a restart of one stage, not told to go on")               \
     X(worker_before_ready, "set up, READY not said")                                               \
     X(io_cache_before_rename, "a token cache whole, not in its place")                             \
     X(io_zero_fill, "a part of the new store is filled with zeros, others not")                    \

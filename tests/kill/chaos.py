@@ -75,7 +75,8 @@ ONLY_SKIPPED = ("io_skip_read_back", "opt_skip")
 # passed only after a death: of whom, and when (probe.c)
 ANY = ("io_worker", "gpu_worker", "opt_worker.0", "opt_worker.1")
 ONLY_RESTARTED = {
-    "worker_abandoned": (ANY, "step"), "worker_acknowledged": (ANY, "step"), "io_keep": (ANY[1:], "step"),
+    "worker_abandoned": (ANY, "step"), "worker_acknowledged": (ANY, "step"), "worker_ready_again": (ANY, "step"),
+    "io_keep": (ANY[1:], "step"),
     "io_takeover": (ANY[:1], "step"), "io_takeover_page": (ANY[:1], "step"),
     "launcher_before_restart": (ANY, "step"), "launcher_before_release": (ANY, "step"),
     "launcher_restarting_all": (ANY[:1], "activity:IMPORTING"),
@@ -245,7 +246,8 @@ class Attempt:
         case = self.case
         if case.point in ONLY_RESTARTED:
             roles, when = ONLY_RESTARTED[case.point]
-            role = self.rng.choice([r for r in roles if not case.process.startswith(r) or case.point[:11] == "io_takeover"])
+            survivor = case.point in ("worker_abandoned", "worker_acknowledged")
+            role = self.rng.choice([r for r in roles if not (survivor and case.process.startswith(r))])
             when = "step:%d" % self.rng.randint(1, STEPS - 1) if when == "step" else when
             seen = probe.kill(live.pid, role, signal.SIGKILL, when)
             check(seen, "too late for a death that is restarted from")
