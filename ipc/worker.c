@@ -97,12 +97,13 @@ static int introduce(struct worker *w, enum role role, uint32_t index, const cha
     w->self->magic = CONTROL_MAGIC;
     w->self->role = role;
     w->self->index = index;
-    w->self->pid = getpid();
     uint32_t generation = atomic_load_explicit(&w->orders->generation, memory_order_acquire);
     if (generation)
         w->segment.generation = generation; /* this one takes the place of one that died */
     w->self->incarnation = w->segment.generation;
     forget_predecessor(w->self);
+    atomic_thread_fence(memory_order_release); /* session_introduced(): from here on it is ours */
+    w->self->pid = getpid();
     check_set_panic_buffer(w->self->panic, sizeof w->self->panic);
     /* commands have no log: their errors travel through the control page */
     if (!*plan_text_get(w->plan, w->plan->log_dir))

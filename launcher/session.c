@@ -164,6 +164,13 @@ void session_release(struct launcher *l)
     session_wake(l);
 }
 
+int session_introduced(const struct launcher *l, const struct child *child)
+{
+    int introduced = session_control(l, child)->pid == child->pid;
+    atomic_thread_fence(memory_order_acquire); /* pairs with the fence in the worker's start */
+    return introduced;
+}
+
 int session_ready(const struct launcher *l)
 {
     const struct session *s = &l->session;
@@ -171,7 +178,7 @@ int session_ready(const struct launcher *l)
     if (has_gpu(s->plan))
         expected = s->plan->mode == PLAN_TRAIN ? s->plan->opt_workers + 2 : 2;
     for (uint32_t i = 0; i < s->n_children; i++)
-        if (s->children[i].state != CHILD_RUNNING ||
+        if (s->children[i].state != CHILD_RUNNING || !session_introduced(l, &s->children[i]) ||
             atomic_load_explicit(&session_control(l, &s->children[i])->ready,
                                  memory_order_acquire) != l->generation)
             return 0;

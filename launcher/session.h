@@ -34,6 +34,10 @@ void session_wake(struct launcher *l);
 /* Sleeps until something happens (at most `timeout_ms`), then takes in all messages. */
 int session_wait(struct launcher *l, int timeout_ms);
 
+/* 1 when the control page speaks of this child: until it has introduced itself, what stands there
+ * (READY, the age of a request) may be of a dead predecessor. */
+int session_introduced(const struct launcher *l, const struct child *child);
+
 /* The control page of a child. */
 const struct worker_control *session_control(const struct launcher *l, const struct child *child);
 

@@ -73,7 +73,7 @@ static int is_overdue(const struct launcher *l, struct child *child, uint64_t no
                        operation_texts[operation]);
         return 1;
     }
-    if (child->role != ROLE_IO || request == 0 ||
+    if (child->role != ROLE_IO || request == 0 || !session_introduced(l, child) ||
         seconds_between(request + child->paused_ns, now) <= io_deadline)
         return 0;
     (void)snprintf(child->verdict, sizeof child->verdict,
