@@ -110,9 +110,12 @@ static int serve(struct io *io)
         if (rc != -ERROR_ABANDONED)
             break;
         worker_operation(io->w, OPERATION_STOP);
-        rc = takeover_keep(io);
+        rc = takeover_stop(io);
+        /* frames are filled again only when nobody reads them any more: all have acknowledged */
         if (rc >= 0)
             rc = worker_rejoin(io->w);
+        if (rc >= 0)
+            rc = takeover_keep(io);
     }
     return rc;
 }

@@ -165,8 +165,10 @@ void pager_announce_resume(struct io *io);
 int takeover_due(const struct io *io);
 /* Page tables and WEIGHTS frames of a dead predecessor: 0, or ERROR_DAMAGED. */
 int takeover_adopt(struct io *io);
-/* Another worker died: waits for all transfers, forgets the step being applied, reads back into
- * WEIGHTS what it had already replaced. 0, or negative. */
+/* Another worker died: waits for all transfers. 0, or negative. */
+int takeover_stop(struct io *io);
+/* All others have stopped, too: forgets the step being applied, reads back into WEIGHTS what it had
+ * already replaced. 0, or negative. */
 int takeover_keep(struct io *io);
 /* Compute weights of the complete version into the page's frame, verified. */
 int takeover_load(struct io *io, uint64_t page);

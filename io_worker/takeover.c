@@ -61,10 +61,8 @@ int takeover_load(struct io *io, uint64_t page)
 
 /* -- after another worker's death -- */
 
-int takeover_keep(struct io *io)
+int takeover_stop(struct io *io)
 {
-    uint64_t reloaded = 0;
-    int rc = 0;
     while (engine_in_flight(io->engine) > 0) { /* they still write into frames and slots */
         (void)engine_wait(io->engine, WORKER_POLL_MS);
         if (io->commit)
@@ -72,9 +70,17 @@ int takeover_keep(struct io *io)
         if (io->failed < 0)
             return io->failed;
     }
+    atomic_store_explicit(&io->w->self->oldest_io_ns, 0, memory_order_release); /* none is left */
+    fault_point(FAULT_io_drained);
+    return 0;
+}
+
+int takeover_keep(struct io *io)
+{
+    uint64_t reloaded = 0;
+    int rc = 0;
     io->exporter.reading = io->exporter.landed = 0; /* its image is used here; it reads again */
     page_tables_abandon(&io->tables);
-    fault_point(FAULT_io_keep);
     for (uint64_t page = 0; page < io->layout->n_pages && rc == 0; page++)
         if (io->weights_version[page] != io->tables.complete[page].version) {
             rc = takeover_load(io, page);

@@ -30,8 +30,7 @@
     X(io_before_mark_ready, "record 0 durable, the store not marked READY")                        \
     X(io_after_mark_ready, "the store marked READY, no weights announced")                         \
     X(io_recovered, "the newest commit found and verified, its weights not loaded")                \
-    X(io_keep,                                                                                     \
-      "another worker died: the step being applied is given up, its weights not read again")       \
+    X(io_drained, "another worker died: no transfer is in flight, that is not acknowledged")       \
     X(io_takeover, "the tables of a dead predecessor taken over, no frame compared")               \
     X(io_takeover_page, "a frame of a dead predecessor compared, others not")                      \
     X(io_load_page, "weights of one page loaded, of others not")                                   \

@@ -76,7 +76,7 @@ ONLY_SKIPPED = ("io_skip_read_back", "opt_skip")
 ANY = ("io_worker", "gpu_worker", "opt_worker.0", "opt_worker.1")
 ONLY_RESTARTED = {
     "worker_abandoned": (ANY, "step"), "worker_acknowledged": (ANY, "step"), "worker_ready_again": (ANY, "step"),
-    "io_keep": (ANY[1:], "step"),
+    "io_drained": (ANY[1:], "step"),
     "io_takeover": (ANY[:1], "step"), "io_takeover_page": (ANY[:1], "step"),
     "launcher_before_restart": (ANY, "step"), "launcher_before_release": (ANY, "step"),
     "launcher_restarting_all": (ANY[:1], "activity:IMPORTING"),
