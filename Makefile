@@ -30,7 +30,7 @@ library  = $(BUILD)/lib$(1).a
 TESTS    := $(sort $(wildcard tests/*/test_*.c))
 TESTBINS := $(patsubst tests/%.c,$(BUILD)/tests/%,$(TESTS))
 
-.PHONY: all workers install test check unit tsan soak lint tidy cppcheck format format-check
+.PHONY: all workers install test check unit tsan soak chaos lint tidy cppcheck format format-check
 .PHONY: benches numbers goldens quickstart help clean
 # ./mtlaunch is always the release build; a sanitized launcher stays in its build folder
 all: $(if $(SANITIZE),$(BUILD)/bin/mtlaunch workers,mtlaunch)
@@ -115,6 +115,10 @@ SECONDS ?= 3600
 soak: all
 	python3 -u tests/soak.py $(SECONDS)
 
+N ?= 1000
+chaos: all
+	python3 -u tests/kill/chaos.py --cases $(N)
+
 numbers: all benches tools/venv/installed
 	tools/venv/bin/python bench/measure.py
 
@@ -170,6 +174,7 @@ help:
 	@echo 'make unit | tsan   C tests; the ring tests under ThreadSanitizer'
 	@echo 'make lint          clang-format, cppcheck, clang-tidy;  make format: reformat everything'
 	@echo 'make soak SECONDS=n   random kills of live runs for n seconds, noted in docs/measured/soak.jsonl'
+	@echo 'make chaos N=n     n cases: each fault point with each way to die, then random ones; docs/measured/chaos.jsonl'
 	@echo 'make numbers       measurements, as JSON lines;  make benches: build/release/bench/*'
 	@echo 'make goldens       reference values from PyTorch and transformers (needs the network)'
 	@echo 'make install       to PREFIX (default /usr/local);  make clean: remove what was built'
