@@ -137,25 +137,49 @@ def frozen(pid):
     return process_state(pid)[0] == "T"
 
 
+def tell_to_leave(live, workers):
+    """In the place of a launcher that is frozen."""
+    check(probe.call(live.pid, "stopping"), "the run is over")
+    wait_until(lambda: not any(is_alive(pid) for pid in workers), LEAVING_S, "the workers leave by themselves")
+
+
 @test
 def workers_leave_though_the_launcher_reads_no_message(t):
     """A launcher that is frozen takes no message from its socket; no worker's way out waits for it."""
     expected = UNDISTURBED_LONG.learn()
     trial = Trial(life_run(t.dir, steps=100))
     with trial.start() as live:
-        check(probe.state(live.pid) or live.wait_committed(2), "no state")
         live.wait_committed(2)
         trial.note_socket()
         workers = [pid for pid, _ in live.children()]
         live.signal(signal.SIGSTOP)
         wait_until(lambda: frozen(live.pid), 5, "the launcher is frozen")
-        time.sleep(0.2)  # messages pile up
-        check(probe.call(live.pid, "stopping"), "the run is over")
-        wait_until(lambda: not any(is_alive(pid) for pid in workers), LEAVING_S, "the workers leave by themselves")
+        time.sleep(0.2)
+        tell_to_leave(live, workers)
         live.signal(signal.SIGCONT)
-        status = live.wait(60)
-        check(status == DONE, "status %s: %s" % (status, live.output()[-2000:]))
+        equal(live.wait(60), DONE, "status: %s" % live.output()[-2000:])
     expected.check(trial.run)
+    trial.check_nothing_left()
+
+
+@test
+def a_worker_leaves_though_no_message_of_it_was_ever_delivered(t):
+    """The launcher is frozen before the worker connects: what it sends stays in its own queue."""
+    once = os.path.join(t.dir, "once")
+    trial = Trial(life_run(t.dir), {"MTLAUNCH_FAULT": "worker_attached@gpu_worker.0:stop", "MTLAUNCH_FAULT_ONCE": once})
+    with trial.start() as live:
+        live.wait_for(lambda: os.path.exists(once) and os.path.getsize(once), "the worker is frozen")
+        trial.note_socket()
+        worker, = [pid for pid, _ in live.children()]
+        live.signal(signal.SIGSTOP)
+        wait_until(lambda: frozen(live.pid) and frozen(worker), 5, "both are frozen")
+        os.kill(worker, signal.SIGCONT)
+        log = os.path.join(trial.run.dir, "logs", "gpu_worker.0.log")
+        wait_until(lambda: os.path.exists(log) and "ready" in open(log).read(), 10, "READY was said")
+        tell_to_leave(live, [worker])
+        live.signal(signal.SIGCONT)
+        equal(live.wait(60), DONE, "status: %s" % live.output()[-2000:])
+    UNDISTURBED.check(trial.run)
     trial.check_nothing_left()
 
 
