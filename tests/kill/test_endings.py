@@ -14,7 +14,7 @@ from harness import *
 import probe
 from trial import Trial
 
-NAMESPACE = "TEST_LIFECYCLE_NAMESPACE"
+NAMESPACE = "TEST_ENDINGS_NAMESPACE"
 LEAVING_S = 2
 
 
