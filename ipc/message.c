@@ -74,8 +74,11 @@ static int get_text(const msgpack_object *o, char *out, size_t capacity)
 {
     if (o->type != MSGPACK_OBJECT_STR || o->via.str.size >= capacity)
         return -1;
-    if (o->via.str.size > 0) /* msgpack-c gives an empty text a null pointer */
+    if (o->via.str.size > 0) { /* msgpack-c gives an empty text a null pointer */
+        if (memchr(o->via.str.ptr, '\0', o->via.str.size)) /* would hide what follows */
+            return -1;
         memcpy(out, o->via.str.ptr, o->via.str.size);
+    }
     out[o->via.str.size] = '\0';
     return 0;
 }
