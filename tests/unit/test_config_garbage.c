@@ -29,6 +29,31 @@ static void an_assertion_of_the_parser_is_an_error_with_a_line(void **state)
                  "run.toml:5:1: not TOML");
 }
 
+/* toml++ 3.3 has undefined behaviour for some of these. */
+static void a_character_beyond_ascii_stands_in_quotes_and_comments_only(void **state)
+{
+    (void)state;
+    struct config config;
+    char *override[] = {"--run.output_dir=\xc3\xa9t\xc3\xa9"};
+    assert_error(fixture_load(&config, REQUIRED "[run]\n\xc3\xa9 = 1\n"), "run.toml:6:1: not TOML");
+    assert_error(fixture_load(&config, REQUIRED "[run]\n\"\xc3\xa9\" = 1\nseed = 1 \xe3\x81\x82\n"),
+                 "run.toml:7:10: not TOML");
+    assert_error(fixture_load(&config, REQUIRED "[run]\noutput_dir = \"\"\"a\"\"\"\" \xc3\xa9\n"),
+                 "run.toml:6:23: not TOML");
+    assert_loads(fixture_load(&config,
+                              "\xef\xbb\xbf" REQUIRED
+                              "[run] # \xc3\xa9\noutput_dir = '''\n/\xc3\xa9\"\xe3\x81\x82'''\n"));
+    assert_string_equal(config.run_output_dir, "/\xc3\xa9\"\xe3\x81\x82");
+    config_destroy(&config);
+    assert_loads(fixture_load(&config, REQUIRED));
+    config_destroy(&config);
+    char path[512];
+    (void)snprintf(path, sizeof path, "%s/run.toml", fixture_directory);
+    assert_loads(config_load(&config, path, override, 1));
+    assert_non_null(strstr(config.run_output_dir, "/\xc3\xa9t\xc3\xa9"));
+    config_destroy(&config);
+}
+
 static void a_key_outside_a_section_is_an_error(void **state)
 {
     (void)state;
@@ -192,6 +217,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_syntax_error_has_line_and_column),
         cmocka_unit_test(an_assertion_of_the_parser_is_an_error_with_a_line),
+        cmocka_unit_test(a_character_beyond_ascii_stands_in_quotes_and_comments_only),
         cmocka_unit_test(a_key_outside_a_section_is_an_error),
         cmocka_unit_test(a_table_in_a_section_is_an_error),
         cmocka_unit_test(toml_has_other_ways_to_write_a_section),
