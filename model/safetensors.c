@@ -225,7 +225,9 @@ static int add_header(struct safetensors *st, uint32_t file, const json_t *heade
         if (rc < 0)
             return rc;
     }
-    return check_cover(&st->files[file], &st->tensors[first], st->n_tensors - first);
+    /* a header without tensors has allocated no table */
+    return check_cover(&st->files[file], st->tensors ? &st->tensors[first] : NULL,
+                       st->n_tensors - first);
 }
 
 static int read_header(struct safetensors *st, uint32_t index, uint64_t bytes)
