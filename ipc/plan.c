@@ -1,6 +1,7 @@
 #include "ipc/plan.h"
 
 #include <string.h>
+#include <xxhash.h>
 
 #include "ipc/control.h"
 #include "ipc/page_table.h"
@@ -13,6 +14,14 @@ enum { PAGE_BYTES = 4096 };
 static uint64_t round_up(uint64_t bytes, uint64_t unit)
 {
     return (bytes + unit - 1) / unit * unit;
+}
+
+uint64_t plan_check(const struct plan *plan)
+{
+    struct plan head = *plan;
+    head.check = 0;
+    uint64_t seed = XXH3_64bits(&head, sizeof head);
+    return XXH3_64bits_withSeed(plan + 1, plan->bytes - sizeof head, seed);
 }
 
 int plan_text_add(struct plan *plan, uint64_t capacity, const char *text, struct plan_text *out)

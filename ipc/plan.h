@@ -145,7 +145,12 @@ struct plan {
     struct plan_region regions[REGION_COUNT];
     struct plan_region ring_producers[RING_COUNT], ring_consumers[RING_COUNT];
     uint64_t segment_bytes;
+    uint64_t check; /* plan_check(); filled in by segment_create() */
 };
+
+/* xxh3 of the `bytes` bytes of a plan, `check` taken as zero: workers refuse a damaged plan, since
+ * they go by every one of its sizes, texts and numbers. */
+uint64_t plan_check(const struct plan *plan);
 
 static inline const char *plan_text_get(const struct plan *plan, struct plan_text text)
 {

@@ -30,6 +30,12 @@ static int check_own(const struct ring *ring, const char *name, uint64_t found)
                      (unsigned long long)*ring->own, (unsigned long long)found);
 }
 
+static int frame_missing(uint64_t count, const char *field, uint32_t frame, uint32_t frames)
+{
+    return error_set(ERROR_DAMAGED, "ring descriptor %llu: %s %u, expected one of %u",
+                     (unsigned long long)count, field, frame, frames);
+}
+
 int ring_publish(struct ring *ring, const struct ring_descriptor *d)
 {
     /* own cursor: relaxed. The consumer's: acquire, pairs with the release in ring_consume(). */
@@ -71,6 +77,10 @@ int ring_consume(struct ring *ring, struct ring_descriptor *d)
     if (d->generation != ring->generation)
         return error_set(ERROR_DAMAGED, "ring descriptor %llu of generation %u, expected %u",
                          (unsigned long long)tail, d->generation, ring->generation);
+    if (ring->frames && d->frame >= ring->frames)
+        return frame_missing(tail, "frame", d->frame, ring->frames);
+    if (ring->out_frames && d->out_frame >= ring->out_frames)
+        return frame_missing(tail, "OUT frame", d->out_frame, ring->out_frames);
     atomic_store_explicit(&ring->consumer->tail, tail + 1, memory_order_release);
     if (ring->own)
         *ring->own = tail + 1;

@@ -75,6 +75,9 @@ struct ring {
     uint32_t generation;
     uint64_t
         *own; /* what this end's cursor must be, in private memory (segment.h); NULL: not kept */
+    /* A descriptor lends a frame below these, or it is refused: a consumer indexes its tables by
+     * frame. 0: no such limit. */
+    uint32_t frames, out_frames;
 };
 
 /* Bytes of the producer's region for a ring of `depth` descriptors. */

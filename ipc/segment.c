@@ -29,21 +29,33 @@ static int shm_room(uint64_t need)
     return 0;
 }
 
+static int write_at(int fd, const void *bytes, uint64_t n, uint64_t offset)
+{
+    const char *from = bytes;
+    for (uint64_t done = 0; done < n;) {
+        ssize_t k = pwrite(fd, from + done, n - done, (off_t)(offset + done));
+        if (k < 0 && errno == EINTR)
+            continue;
+        if (k <= 0)
+            return error_set(ERROR_FAILED, "shared memory: write: %s", strerror(errno));
+        done += (uint64_t)k;
+    }
+    return 0;
+}
+
+/* The plan as its maker filled it, then what only this process knows, then its check. */
 static int write_plan(int fd, const struct plan *plan)
 {
-    const char *from = (const char *)plan;
-    for (uint64_t done = 0; done < plan->bytes;) {
-        ssize_t n = pwrite(fd, from + done, plan->bytes - done, (off_t)done);
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n <= 0)
-            return error_set(ERROR_FAILED, "shared memory: write: %s", strerror(errno));
-        done += (uint64_t)n;
-    }
     int32_t pid = (int32_t)getpid(); /* the workers check that it is their parent */
-    if (pwrite(fd, &pid, sizeof pid, (off_t)offsetof(struct plan, launcher_pid)) != sizeof pid)
-        return error_set(ERROR_FAILED, "shared memory: write: %s", strerror(errno));
-    return 0;
+    if (write_at(fd, plan, plan->bytes, 0) < 0 ||
+        write_at(fd, &pid, sizeof pid, offsetof(struct plan, launcher_pid)) < 0)
+        return -(int)error_kind_now();
+    const struct plan *written = mmap(NULL, plan->bytes, PROT_READ, MAP_SHARED, fd, 0);
+    if (written == MAP_FAILED)
+        return error_set(ERROR_FAILED, "shared memory: mmap of the plan: %s", strerror(errno));
+    uint64_t check = plan_check(written);
+    (void)munmap((void *)(uintptr_t)written, plan->bytes); /* our own mapping */
+    return write_at(fd, &check, sizeof check, offsetof(struct plan, check));
 }
 
 int segment_create(const struct plan *plan, int *fd)
@@ -197,7 +209,11 @@ static int map_plan(struct segment *s)
         return error_set(ERROR_FAILED, "shared memory: mmap of the plan: %s", strerror(errno));
     s->plan = p;
     s->generation = s->plan->generation;
-    return 0;
+    if (plan_check(s->plan) == s->plan->check)
+        return 0;
+    (void)munmap(p, head.bytes); /* our own mapping */
+    s->plan = NULL;
+    return error_set(ERROR_FAILED, "shared memory: the plan is damaged: its check does not match");
 }
 
 static void unmap(void **p, uint64_t bytes)
@@ -269,6 +285,10 @@ void segment_ring(const struct segment *s, enum ring_id ring, uint32_t instance,
     out->depth = s->plan->ring_depth[ring];
     out->generation = s->generation;
     out->own = &s->own->of[ring][instance];
+    enum region_id pool = topology_rings[ring].pool;
+    out->frames = (uint32_t)s->plan->pools[pool].frames;
+    out->out_frames =
+        pool == REGION_STATE_POOL ? (uint32_t)s->plan->pools[REGION_OUT_POOL].frames : 0;
 }
 
 /* The cursor that this process writes, or NULL where it is no end of this ring. */

@@ -90,6 +90,7 @@ static void the_plan_stands_at_its_start_with_the_creators_pid(void **state)
     assert_string_equal(plan_text_get(s.plan, text), "/offload");
     assert_int_equal(s.plan->launcher_pid, getpid());
     f.at.plan.launcher_pid = getpid();
+    f.at.plan.check = plan_check(&f.at.plan);
     assert_memory_equal(s.plan, &f.at.plan, f.at.plan.bytes);
     segment_detach(&s);
     assert_int_equal(fcntl(fd, F_GETFD), -1); /* detach closes */
@@ -295,6 +296,10 @@ static void the_two_ends_of_every_ring_meet(void **state)
                 assert_int_equal(ring_consume(&in, &got), 1);
                 assert_int_equal(got.page, d.page);
             }
+            d.frame = FIXTURE_FRAMES; /* a frame that is not there */
+            assert_int_equal(ring_publish(&out, &d), 0);
+            assert_int_equal(ring_consume(&in, &got), -ERROR_DAMAGED);
+            fixture_expect_text("frame 6, expected one of 6");
         }
     for (uint32_t i = 0; i < WORKERS + 3; i++)
         segment_detach(&ends[i]);
@@ -521,6 +526,32 @@ static void damaged_plans_are_refused(void **state)
     done(fd);
 }
 
+/* Every field is gone by; one bit anywhere is enough. */
+static void a_flipped_bit_anywhere_in_the_plan_is_refused(void **state)
+{
+    (void)state;
+    struct plan_text text;
+    struct segment s;
+    fixture_fill(&f, WORKERS);
+    assert_int_equal(plan_text_add(&f.at.plan, FIXTURE_PLAN_BYTES, "/offload", &text), 0);
+    plan_place_regions(&f.at.plan, &f.layout);
+    int fd = -1;
+    assert_int_equal(segment_create(&f.at.plan, &fd), 0);
+    for (uint64_t at = 0; at < f.at.plan.bytes; at += 1 + at % 3) {
+        unsigned char byte;
+        assert_int_equal(pread(fd, &byte, 1, (off_t)at), 1);
+        byte ^= 1;
+        assert_int_equal(pwrite(fd, &byte, 1, (off_t)at), 1);
+        assert_int_equal(segment_attach(&s, fd, ROLE_IO, 0), -ERROR_FAILED);
+        assert_null(s.plan);
+        byte ^= 1;
+        assert_int_equal(pwrite(fd, &byte, 1, (off_t)at), 1);
+    }
+    assert_int_equal(segment_attach(&s, dup(fd), ROLE_IO, 0), 0);
+    segment_detach(&s);
+    done(fd);
+}
+
 static void a_segment_cut_short_is_refused(void **state)
 {
     (void)state;
@@ -624,6 +655,7 @@ int main(void)
         cmocka_unit_test(asking_for_what_is_not_mapped_is_a_programmer_error),
         cmocka_unit_test(what_is_no_segment_is_refused),
         cmocka_unit_test(damaged_plans_are_refused),
+        cmocka_unit_test(a_flipped_bit_anywhere_in_the_plan_is_refused),
         cmocka_unit_test(a_segment_cut_short_is_refused),
         cmocka_unit_test(an_opt_worker_that_is_not_in_the_plan_is_refused),
         cmocka_unit_test(a_region_that_cannot_be_mapped_is_named),
