@@ -170,6 +170,12 @@ int commit_record_verify(const struct commit_record *record, const uint8_t run[R
     if (record->table_place > 1)
         return error_set(ERROR_FAILED, "commit record: table place: expected 0 or 1, found %u",
                          record->table_place);
+    /* readers go by these without looking again */
+    if (record->facts.spike_count > COMMIT_SPIKE_WINDOW)
+        return error_set(ERROR_FAILED, "commit record: spike window: expected at most %d, found %u",
+                         COMMIT_SPIKE_WINDOW, record->facts.spike_count);
+    if (memchr(record->facts.lineage, '\0', sizeof record->facts.lineage) == NULL)
+        return error_set(ERROR_FAILED, "commit record: lineage: expected a text, found no end");
     return 0;
 }
 
@@ -469,21 +475,6 @@ void commit_resume(struct commit *commit, const struct commit_record *parent)
     commit->has_parent = 1;
 }
 
-static int check_entries(const struct commit *commit, const struct page_entry *table)
-{
-    const uint64_t n = store_n_pages(commit->store);
-    for (uint64_t i = 0; i < n; i++)
-        if (!page_entry_valid(&table[i]) || table[i].page != i ||
-            table[i].slot >= store_slots_per_page(commit->store))
-            return error_set(
-                ERROR_FAILED,
-                "page table: entry %llu: expected page %llu with a matching hash, found "
-                "page %llu, slot %u, hash %s",
-                (unsigned long long)i, (unsigned long long)i, (unsigned long long)table[i].page,
-                table[i].slot, page_entry_valid(&table[i]) ? "good" : "bad");
-    return 0;
-}
-
 static void fill_record(struct commit *commit, const struct commit_facts *facts)
 {
     struct commit_record *record = commit->record_out;
@@ -507,8 +498,8 @@ int commit_begin(struct commit *commit, const struct commit_facts *facts,
     if (commit->phase == COMMIT_FAILED)
         return error_set(ERROR_FAILED, "commit: an earlier commit failed; recover first");
     CHECK(commit->phase == COMMIT_IDLE);
-    if (check_entries(commit, table) < 0)
-        return -ERROR_FAILED;
+    if (store_check_table(commit->store, table) < 0)
+        return error_wrap("page table");
     commit->source.n_pages = store_n_pages(commit->store);
     commit->source.table = table;
     memcpy(commit->source.run, store_options_of(commit->store)->run, RUN_UUID_BYTES);

@@ -162,8 +162,8 @@ void commit_table_fill(const struct commit_table_source *source, uint64_t offset
 /* The sequence that a table header of this run names, UINT64_MAX if it is none. */
 uint64_t commit_table_sequence(const void *header, const uint8_t run[RUN_UUID_BYTES]);
 
-/* Seals and checks a record's own hash, magic, layout version and uuids. verify: 0 or ERROR_FAILED.
- */
+/* Seals and checks a record's own hash, magic, layout version, uuids, and what readers take for
+ * granted (spike count, lineage). verify: 0 or ERROR_FAILED. */
 void commit_record_seal(struct commit_record *record);
 int commit_record_verify(const struct commit_record *record, const uint8_t run[RUN_UUID_BYTES],
                          const uint8_t store[RUN_UUID_BYTES]);

@@ -163,7 +163,7 @@ static int check_newest(struct scrub *s)
     if (rc == -ERROR_STOPPED)
         return rc;
     if (rc < 0)
-        tell(s, store_table_offset(s->newest));
+        tell(s, store_table_offset(io->store, s->newest));
     else if (store_pages_verify(io->store, s->newest_table, NULL, &s->sink) == -ERROR_STOPPED)
         return -ERROR_STOPPED;
     s->newest_verdict = s->sink.count > before ? COMMIT_DAMAGED : COMMIT_WHOLE;
@@ -183,7 +183,7 @@ static int check_newest(struct scrub *s)
 static int table_is_taken(struct scrub *s)
 {
     const struct store *store = s->io->store;
-    return read_sector(s, store_commit_file(store), store_table_offset(s->parent)) == 0 &&
+    return read_sector(s, store_commit_file(store), store_table_offset(store, s->parent)) == 0 &&
            commit_table_sequence(s->sector, store_options_of(store)->run) ==
                s->newest->sequence + 1;
 }
@@ -216,7 +216,7 @@ static int check_parent(struct scrub *s)
         s->parent_verdict = table_is_taken(s) ? COMMIT_GIVEN_UP : COMMIT_DAMAGED;
         (void)error_set(ERROR_FAILED, "%s", why);
         if (s->parent_verdict == COMMIT_DAMAGED)
-            tell(s, store_table_offset(s->parent));
+            tell(s, store_table_offset(io->store, s->parent));
         return 0;
     }
     if (s->newest_verdict != COMMIT_ABSENT && a_slot_is_taken(s)) {

@@ -275,6 +275,11 @@ static int superblock_read(struct store_directory *directory)
         return error_set(ERROR_FAILED, "%s: layout version: expected %d, found %u",
                          directory->superblock.path, STORE_LAYOUT_VERSION,
                          directory->content.layout_version);
+    if (directory->content.state < STORE_ZEROING || directory->content.state > STORE_READY)
+        return error_set(ERROR_FAILED, "%s: state: expected %d to %d, found %u",
+                         directory->superblock.path, STORE_ZEROING, STORE_READY,
+                         directory->content.state);
+    directory->content.model[STORE_MODEL_BYTES - 1] = '\0'; /* it is printed */
     return 0;
 }
 
@@ -512,6 +517,36 @@ static int read_superblocks(struct store *store, unsigned *found)
     return 0;
 }
 
+/* The state that the superblocks tell together. What directory 0's says holds for all, wherever it
+ * is named now; all existed before any was READY, so if it is lost, a READY one says as much. */
+static enum store_state common_state(const struct store *store)
+{
+    enum store_state of_first = STORE_ABSENT, of_any = STORE_ABSENT;
+    for (unsigned d = 0; d < store->options.n_directories; d++) {
+        const struct store_directory *directory = &store->directories[d];
+        if (directory->superblock.fd < 0)
+            continue;
+        enum store_state state = (enum store_state)directory->content.state;
+        if (state > of_any)
+            of_any = state;
+        if (directory->content.directory == 0 && state > of_first)
+            of_first = state;
+    }
+    return of_first != STORE_ABSENT ? of_first : of_any;
+}
+
+static int missing_superblock(const struct store *store)
+{
+    for (unsigned d = 0; d < store->options.n_directories; d++)
+        if (store->directories[d].superblock.fd < 0) {
+            error_set(ERROR_USER, "%s: missing, though the run has a complete store",
+                      store->directories[d].superblock.path);
+            return error_hint("offload_dir must name the same directories in the same order as "
+                              "before; is the file system mounted?");
+        }
+    return 0;
+}
+
 static int open_existing(struct store *store)
 {
     unsigned found;
@@ -519,33 +554,11 @@ static int open_existing(struct store *store)
         return -(int)error_kind_now();
     if (found == 0)
         return 0; /* ABSENT */
-    int ready = 0, complete = 0, first = 0;
-    for (unsigned d = 0; d < store->options.n_directories; d++) {
-        const struct store_directory *directory = &store->directories[d];
-        if (directory->superblock.fd < 0)
-            continue;
-        first |= directory->content.directory == 0;
-        complete |= directory->content.state == STORE_READY;
-        ready |= directory->content.directory == 0 && directory->content.state == STORE_READY;
-    }
-    if (!first)
-        ready = complete; /* all superblocks existed before any was READY: the first one is lost */
-    if (!ready && store->directories[0].superblock.fd >= 0) {
-        store->state = store->directories[0].content.state;
+    store->state = common_state(store);
+    if (store->state != STORE_READY)
         return adopt_files(store);
-    }
-    store->state = STORE_READY;
-    for (unsigned d = 0; d < store->options.n_directories; d++)
-        if (store->directories[d].superblock.fd < 0) {
-            if (!ready) {
-                store->state = STORE_ZEROING; /* creation had not come to every directory */
-                return adopt_files(store);
-            }
-            error_set(ERROR_USER, "%s: missing, though the run has a complete store",
-                      store->directories[d].superblock.path);
-            return error_hint("offload_dir must name the same directories in the same order as "
-                              "before; is the file system mounted?");
-        }
+    if (missing_superblock(store) < 0)
+        return -(int)error_kind_now();
     return open_ready(store);
 }
 
@@ -1143,6 +1156,55 @@ void store_request_page(const struct store *store, struct io_request *request, e
     request->op = op;
     request->file = store_page_file(store, page);
     request->offset = store_slot_offset(store, page, slot);
+}
+
+static int refuse_entry(uint64_t page, const char *field, uint64_t expected, uint64_t found)
+{
+    return error_set(ERROR_FAILED, "entry %llu: %s: expected %llu, found %llu",
+                     (unsigned long long)page, field, (unsigned long long)expected,
+                     (unsigned long long)found);
+}
+
+static int check_entry_parts(const struct store *store, const struct page_entry *entry)
+{
+    const struct page_digest none = {0, 0};
+    struct page_image_layout layout;
+    char field[64];
+    store_page_layout(store, entry->page, &layout);
+    for (unsigned part = 0; part < PART_COUNT; part++) {
+        uint64_t length = page_image_part_length(&layout, (enum page_codec)entry->codec, part);
+        (void)snprintf(field, sizeof field, "length of %s", page_part_name(part));
+        if (entry->length[part] != length)
+            return refuse_entry(entry->page, field, length, entry->length[part]);
+        if (length == 0 && !page_digest_equal(entry->digest[part], none))
+            return error_set(ERROR_FAILED, "entry %llu: digest of no %s: expected zero",
+                             (unsigned long long)entry->page, page_part_name(part));
+    }
+    return 0;
+}
+
+int store_check_entry(const struct store *store, const struct page_entry *entry, uint64_t page)
+{
+    if (!page_entry_valid(entry))
+        return error_set(ERROR_FAILED, "entry %llu: its hash does not match",
+                         (unsigned long long)page);
+    if (entry->page != page)
+        return refuse_entry(page, "page", page, entry->page);
+    if (entry->layer != store->options.layout->pages[page].layer)
+        return refuse_entry(page, "layer", store->options.layout->pages[page].layer, entry->layer);
+    if (entry->slot >= store->options.slots_per_page)
+        return refuse_entry(page, "slot below", store->options.slots_per_page, entry->slot);
+    if (entry->codec != PAGE_ZERO && entry->codec != PAGE_RAW)
+        return refuse_entry(page, "codec up to", PAGE_RAW, entry->codec);
+    return check_entry_parts(store, entry);
+}
+
+int store_check_table(const struct store *store, const struct page_entry *table)
+{
+    for (uint64_t page = 0; page < store_n_pages(store); page++)
+        if (store_check_entry(store, &table[page], page) < 0)
+            return -ERROR_FAILED;
+    return 0;
 }
 
 int store_verify_image(const struct store *store, const struct page_entry *entry, const void *image)

@@ -133,6 +133,12 @@ unsigned store_directory_count(const struct store *store);
 void store_request_page(const struct store *store, struct io_request *request, enum io_op op,
                         uint64_t page, uint32_t slot);
 
+/* Whether an entry can be one of this store's page `page`: its hash, and every field that code
+ * behind it goes by; and a whole table (n_pages entries). Commit and recovery ask the same, so that
+ * nothing is made durable that the next start would not believe. 0 or ERROR_FAILED. */
+int store_check_entry(const struct store *store, const struct page_entry *entry, uint64_t page);
+int store_check_table(const struct store *store, const struct page_entry *table);
+
 /* Verifies an image that was read from (page, slot) against its table entry: header, identity,
  * version, gaps, digests of every part, and that they are the entry's. ERROR_FAILED names file,
  * offset and field. */

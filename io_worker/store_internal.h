@@ -103,7 +103,7 @@ const struct commit_record *store_ring_parent(const struct store_ring *ring,
 int store_superblocks_verify(struct store *store, struct store_damage_sink *sink);
 
 /* Where the table lies that a record names; reads it and checks it against the record. */
-uint64_t store_table_offset(const struct commit_record *record);
+uint64_t store_table_offset(const struct store *store, const struct commit_record *record);
 int store_table_load(struct store *store, const struct commit_record *record,
                      struct page_entry *table);
 

@@ -156,9 +156,16 @@ static int adopt_frames(struct io *io)
 
 int takeover_adopt(struct io *io)
 {
-    if (page_tables_adopt(&io->tables, io->tables.memory, io->layout->n_pages,
-                          io->plan->slots_per_page) < 0 ||
-        adopt_commit(io) < 0)
+    struct page_tables *t = &io->tables;
+    if (page_tables_adopt(t, t->memory, io->layout->n_pages, io->plan->slots_per_page) < 0)
+        return -(int)error_kind_now();
+    if (store_check_table(io->store, t->anchor) < 0 ||
+        store_check_table(io->store, t->committed) < 0 ||
+        store_check_table(io->store, t->complete) < 0) {
+        (void)error_wrap("page table in shared memory");
+        return error_as(ERROR_DAMAGED);
+    }
+    if (adopt_commit(io) < 0)
         return -(int)error_kind_now();
     fault_point(FAULT_io_takeover);
     return adopt_frames(io);
