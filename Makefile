@@ -14,7 +14,8 @@ OPTIMIZE ?= -O2
 WARN     := -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror
 CFLAGS   := -std=gnu11 -g $(OPTIMIZE) -ffp-contract=off -fno-math-errno -fno-omit-frame-pointer -pthread \
             -D_GNU_SOURCE -I. $(WARN) -Wstrict-prototypes -Wmissing-prototypes \
-            $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all)
+            $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all) \
+            $(if $(findstring fuzzer,$(SANITIZE)),-Wno-string-conversion)
 CXXFLAGS := -std=c++17 -g $(OPTIMIZE) -D_GNU_SOURCE -I. $(WARN) $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all)
 LDFLAGS  := -pthread $(if $(SANITIZE),-fsanitize=$(SANITIZE))
 LIBS     := -luring -lzmq -lmsgpackc -ljansson -lxxhash -lm -ldl
@@ -31,7 +32,7 @@ TESTS    := $(sort $(wildcard tests/*/test_*.c))
 TESTBINS := $(patsubst tests/%.c,$(BUILD)/tests/%,$(TESTS))
 
 .PHONY: all workers install test check unit tsan soak chaos lint tidy cppcheck format format-check
-.PHONY: benches numbers goldens quickstart help clean
+.PHONY: fuzz fuzzers fuzz-build fuzz-coverage benches numbers goldens quickstart help clean
 # ./mtlaunch is always the release build; a sanitized launcher stays in its build folder
 all: $(if $(SANITIZE),$(BUILD)/bin/mtlaunch workers,mtlaunch)
 
@@ -83,6 +84,19 @@ $(BUILD)/bench/%: $(BUILD)/bench/%.c.o $(foreach f,io_worker gpu_worker opt_work
 	@mkdir -p $(@D)
 	$(CXX) $(LDFLAGS) -o $@ $^ $(LIBS)
 
+# ---- fuzzers: tests/fuzz/fuzz_*.c, built by clang for libFuzzer ----
+
+FUZZERS       := $(patsubst %.c,$(BUILD)/%,$(wildcard tests/fuzz/fuzz_*.c))
+FUZZ_PROFILE  := -fprofile-instr-generate -fcoverage-mapping
+FUZZ_MAKE      = $(MAKE) --no-print-directory OPTIMIZE=-O1
+fuzz-build:
+	+$(FUZZ_MAKE) CC=clang CXX=clang++ SANITIZE=fuzzer-no-link$(,)address$(,)undefined fuzzers
+fuzz-coverage:
+	+$(FUZZ_MAKE) CC='clang $(FUZZ_PROFILE)' CXX='clang++ $(FUZZ_PROFILE)' SANITIZE=fuzzer-no-link fuzzers
+fuzzers: $(FUZZERS)
+$(BUILD)/tests/fuzz/%: $(BUILD)/tests/fuzz/%.c.o $(foreach f,launcher io_worker ipc model procs,$(call library,$(f)))
+	$(CXX) $(LDFLAGS) -fsanitize=fuzzer -o $@ $^ -lcmocka $(LIBS)
+
 # ---- what people call ----
 
 PREFIX ?= /usr/local
@@ -118,6 +132,10 @@ soak: all
 N ?= 1000
 chaos: all
 	python3 -u tests/kill/chaos.py --cases $(N)
+
+fuzz:
+	tools/setup.sh build test
+	python3 -u tests/fuzz/fuzz.py --seconds $(if $(filter command line,$(origin SECONDS)),$(SECONDS),60)
 
 numbers: all benches tools/venv/installed
 	tools/venv/bin/python bench/measure.py
@@ -175,6 +193,7 @@ help:
 	@echo 'make lint          clang-format, cppcheck, clang-tidy;  make format: reformat everything'
 	@echo 'make soak SECONDS=n   random kills of live runs for n seconds, noted in docs/measured/soak.jsonl'
 	@echo 'make chaos N=n     n cases: each fault point with each way to die, then random ones; docs/measured/chaos.jsonl'
+	@echo 'make fuzz SECONDS=n   each fuzz target for n seconds (60), new inputs kept in build/fuzz'
 	@echo 'make numbers       measurements, as JSON lines;  make benches: build/release/bench/*'
 	@echo 'make goldens       reference values from PyTorch and transformers (needs the network)'
 	@echo 'make install       to PREFIX (default /usr/local);  make clean: remove what was built'

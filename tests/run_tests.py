@@ -258,6 +258,12 @@ def part_tsan(runner):
     return c_programs(runner, "thread", ("ring",))
 
 
+def part_fuzz(runner):
+    """The fuzz targets: the committed inputs and some seconds of new ones each."""
+    return runner.program("fuzz", [sys.executable, "-u", "tests/fuzz/fuzz.py"], dict(os.environ),
+                          SECONDS_MAX["py"])
+
+
 def part_step(runner):
     return python_programs(runner, "step")
 
@@ -282,6 +288,7 @@ PARTS = {
     "step": part_step,
     "sanitize": part_sanitize,
     "tsan": part_tsan,
+    "fuzz": part_fuzz,
     "fault": part_fault,
     "kill": part_kill,
     "tidy": part_tidy,

@@ -67,12 +67,12 @@ static inline struct model_config fixture_config(void)
     return config;
 }
 
-static inline void fixture_init_in(struct fixture *f, enum dtype_mode dtype, uint64_t page_elements,
-                                   unsigned n_directories, const char *where)
+static inline void fixture_init_model(struct fixture *f, const struct model_config *config,
+                                      enum dtype_mode dtype, uint64_t page_elements,
+                                      unsigned n_directories, const char *where)
 {
     memset(f, 0, sizeof *f);
-    struct model_config config = fixture_config();
-    assert_int_equal(model_layout_init(&f->layout, &config, page_elements), 0);
+    assert_int_equal(model_layout_init(&f->layout, config, page_elements), 0);
     (void)snprintf(f->root, sizeof f->root, "%s/mt-store-XXXXXX", where);
     assert_non_null(mkdtemp(f->root));
     for (unsigned d = 0; d < n_directories; d++) {
@@ -101,6 +101,13 @@ static inline void fixture_init_in(struct fixture *f, enum dtype_mode dtype, uin
     page_image_layout(&image, dtype, page_elements);
     assert_int_equal(posix_memalign((void **)&f->image, 4096, image.bytes), 0);
     f->values = calloc(page_elements, sizeof f->values[0]);
+}
+
+static inline void fixture_init_in(struct fixture *f, enum dtype_mode dtype, uint64_t page_elements,
+                                   unsigned n_directories, const char *where)
+{
+    struct model_config config = fixture_config();
+    fixture_init_model(f, &config, dtype, page_elements, n_directories, where);
 }
 
 static inline void fixture_init(struct fixture *f, enum dtype_mode dtype, uint64_t page_elements,

@@ -1,0 +1,190 @@
+/*
+ * config.json of a model, and the layout that follows from it (model/config.h, model/layout.h).
+ *
+ *     | log2 of page size over 4096 | JSON ... |
+ *
+ * What is accepted computes: sizes divide as the code divides them, and pages cover every layer.
+ */
+#include <math.h>
+
+#include "model/layout.h"
+#include "tests/fuzz/fuzz.h"
+
+enum { PAGES_MAX = 1 << 16 }; /* a layout of more is right, and slow */
+
+static void config_is_sound(const struct model_config *c)
+{
+    REQUIRE(c->vocab_size > 0 && c->hidden_size > 0 && c->intermediate_size > 0);
+    REQUIRE(c->n_layers > 0 && c->n_heads > 0 && c->n_kv_heads > 0 && c->max_position > 0);
+    REQUIRE(c->n_heads % c->n_kv_heads == 0 && c->head_dim > 0 && c->head_dim % 2 == 0);
+    REQUIRE(isfinite(c->rms_norm_eps) && isfinite(c->rope_theta) && isfinite(c->rope_factor));
+    REQUIRE(c->rms_norm_eps > 0 && c->rope_theta > 0 && c->rope_factor >= 1);
+    REQUIRE(isfinite(c->initializer_range) && c->tie_word_embeddings <= 1 && c->reserved == 0);
+    REQUIRE(c->n_eos <= MODEL_EOS_TOKENS_MAX);
+    for (uint32_t i = 0; i < c->n_eos; i++)
+        REQUIRE(c->eos_token_id[i] >= 0 && (uint64_t)c->eos_token_id[i] < c->vocab_size);
+    REQUIRE(c->bos_token_id >= -1 && c->bos_token_id < (int64_t)c->vocab_size);
+    REQUIRE(c->pad_token_id >= -1 && c->pad_token_id < (int64_t)c->vocab_size);
+    if (c->rope_scaling == ROPE_SCALING_LLAMA3)
+        REQUIRE(c->rope_high_freq_factor > c->rope_low_freq_factor && c->rope_low_freq_factor > 0 &&
+                c->rope_original_max_position > 0);
+}
+
+static void layout_is_sound(const struct model_layout *layout)
+{
+    uint64_t pages = 0, elements = 0, parameters = 0;
+    for (uint32_t l = 0; l < layout->n_layers; l++) {
+        const struct model_layer *layer = &layout->layers[l];
+        uint64_t covered = 0;
+        REQUIRE(layer->first_page == pages && layer->elements % MODEL_BLOCK_ELEMENTS == 0);
+        for (uint32_t p = 0; p < layer->n_pages; p++) {
+            const struct model_page *page = &layout->pages[pages + p];
+            REQUIRE(page->layer == l && page->index == p && page->offset == covered);
+            REQUIRE(page->elements > 0 && page->elements <= layout->page_elements);
+            covered += page->elements;
+        }
+        REQUIRE(covered == layer->elements);
+        pages += layer->n_pages;
+        elements += layer->elements;
+    }
+    for (uint32_t t = 0; t < layout->n_tensors; t++) {
+        const struct model_tensor *tensor = &layout->tensors[t];
+        REQUIRE(tensor->elements == tensor->rows * tensor->cols);
+        REQUIRE(tensor->offset + tensor->elements <= layout->layers[tensor->layer].elements);
+        REQUIRE(model_layout_find(layout, tensor->name) == tensor);
+        parameters += tensor->elements;
+    }
+    REQUIRE(pages == layout->n_pages && elements == layout->elements);
+    REQUIRE(parameters == layout->parameters);
+}
+
+/* Elements of the model, roughly, in floating point: only to leave out the large ones. */
+static double size_of(const struct model_config *c)
+{
+    double width = (double)(c->n_heads * c->head_dim), hidden = (double)c->hidden_size;
+    double block = hidden * (4 * width + 3 * (double)c->intermediate_size);
+    return (double)c->n_layers * block + 2 * (double)c->vocab_size * hidden;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    struct fuzz_input in = {data, size};
+    struct model_config config, again;
+    struct model_layout layout;
+    uint64_t page_elements = (uint64_t)MODEL_BLOCK_ELEMENTS << fuzz_u8(&in) % 20;
+    error_clear();
+    int rc = model_config_parse(&config, (const char *)in.bytes, in.left, "config.json");
+    if (rc < 0) {
+        fuzz_refused(rc, FUZZ_USER);
+        REQUIRE(strstr(error_text(), "config.json") != NULL);
+        return 0;
+    }
+    config_is_sound(&config);
+    REQUIRE(model_config_parse(&again, (const char *)in.bytes, in.left, "config.json") == 0);
+    REQUIRE(memcmp(&config, &again, sizeof config) == 0);
+    if (size_of(&config) / (double)page_elements > PAGES_MAX || config.n_layers > 256)
+        return 0;
+    error_clear();
+    rc = model_layout_init(&layout, &config, page_elements);
+    if (rc < 0) {
+        fuzz_refused(rc, FUZZ_USER);
+        return 0;
+    }
+    layout_is_sound(&layout);
+    model_layout_destroy(&layout);
+    return 0;
+}
+
+static const char *const keys[] = {
+    "architectures",
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "initializer_range",
+    "hidden_act",
+    "attention_bias",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "torch_dtype",
+    "dtype",
+    "rope_scaling",
+    "rope_parameters",
+    "sliding_window",
+    "_x",
+    "mlp_bias",
+};
+
+static const char llama3[] = "{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":1,"
+                             "\"high_freq_factor\":4,\"original_max_position_embeddings\":128}";
+static const char llama3_bad[] = "{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":4,"
+                                 "\"high_freq_factor\":4}";
+
+static const char *const texts[] = {
+    "0",
+    "1",
+    "2",
+    "64",
+    "-1",
+    "null",
+    "true",
+    "false",
+    "1.5",
+    "1e15",
+    "1e-31",
+    "4096",
+    "[1,2]",
+    "\"silu\"",
+    "\"llama\"",
+    "[\"LlamaForCausalLM\"]",
+    "\"bfloat16\"",
+    "\"float16\"",
+    "16777216",
+    "9223372036854775807",
+    "9223372036854775808",
+    "{}",
+    "[]",
+    "\"x\"",
+    "[1,2,3,4,5,6,7,8,9]",
+    "{\"type\":\"linear\",\"factor\":2}",
+    "{\"rope_type\":\"default\",\"rope_theta\":5}",
+    llama3,
+    llama3_bad,
+};
+
+/* `{"model_type":"llama"` stays in front; a key and its value are put behind it. */
+size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsigned int seed)
+{
+    static const char head[] = "{\"model_type\":\"llama\"", tail[] = "}";
+    uint64_t random = seed;
+    char pair[256];
+    size_t front = 1 + sizeof head - 1;
+    if (fuzz_below(&random, 3) == 0)
+        return LLVMFuzzerMutate(data, size, max_size);
+    int n = snprintf(pair, sizeof pair, ",\"%s\":%s",
+                     keys[fuzz_below(&random, sizeof keys / sizeof keys[0])],
+                     texts[fuzz_below(&random, sizeof texts / sizeof texts[0])]);
+    REQUIRE(n > 0 && (size_t)n < sizeof pair);
+    if (size < front + 1 || memcmp(data + 1, head, sizeof head - 1) != 0) {
+        if (front + sizeof tail > max_size)
+            return size;
+        data[0] = size ? data[0] : 0;
+        memcpy(data + 1, head, sizeof head - 1);
+        memcpy(data + front, tail, sizeof tail - 1);
+        size = front + sizeof tail - 1;
+    }
+    if (size + (size_t)n > max_size)
+        return size;
+    memmove(data + front + n, data + front, size - front);
+    memcpy(data + front, pair, (size_t)n);
+    return size + (size_t)n;
+}
