@@ -31,7 +31,7 @@ library  = $(BUILD)/lib$(1).a
 TESTS    := $(sort $(wildcard tests/*/test_*.c))
 TESTBINS := $(patsubst tests/%.c,$(BUILD)/tests/%,$(TESTS))
 
-.PHONY: all workers install test check unit tsan soak chaos lint tidy cppcheck format format-check
+.PHONY: all workers install test check unit tsan soak chaos powercut lint tidy cppcheck format format-check
 .PHONY: fuzz fuzzers fuzz-build fuzz-coverage benches numbers goldens quickstart help clean
 # ./mtlaunch is always the release build; a sanitized launcher stays in its build folder
 all: $(if $(SANITIZE),$(BUILD)/bin/mtlaunch workers,mtlaunch)
@@ -137,6 +137,9 @@ fuzz:
 	tools/setup.sh build test
 	python3 -u tests/fuzz/fuzz.py --seconds $(if $(filter command line,$(origin SECONDS)),$(SECONDS),60)
 
+powercut: all
+	python3 -u tests/powercut.py
+
 numbers: all benches tools/venv/installed
 	tools/venv/bin/python bench/measure.py
 
@@ -194,6 +197,7 @@ help:
 	@echo 'make soak SECONDS=n   random kills of live runs for n seconds, noted in docs/measured/soak.jsonl'
 	@echo 'make chaos N=n     n cases: each fault point with each way to die, then random ones; docs/measured/chaos.jsonl'
 	@echo 'make fuzz SECONDS=n   each fuzz target for n seconds (60), new inputs kept in build/fuzz'
+	@echo 'make powercut      the power fails at every write of several runs; docs/measured/powercut.jsonl'
 	@echo 'make numbers       measurements, as JSON lines;  make benches: build/release/bench/*'
 	@echo 'make goldens       reference values from PyTorch and transformers (needs the network)'
 	@echo 'make install       to PREFIX (default /usr/local);  make clean: remove what was built'

@@ -61,7 +61,7 @@ int config_write(const struct config *config, const char *path)
         return error_set(ERROR_FAILED, "%s: cannot be written: %s", path, strerror(why));
     }
     write_all(config, out);
-    bool failed = ferror(out) != 0;
+    bool failed = fflush(out) != 0 || ferror(out) || fsync(fileno(out)) != 0;
     int code = errno;
     if (fclose(out) != 0) {
         failed = true;

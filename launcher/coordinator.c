@@ -14,6 +14,7 @@
 #include "launcher/progress.h"
 #include "launcher/restart.h"
 #include "launcher/session.h"
+#include "launcher/size.h"
 #include "launcher/step_line.h"
 #include "model/tokenizer_bytes.h"
 #include "procs/check.h"
@@ -406,6 +407,25 @@ static void begin_next(struct launcher *l)
 
 /* -- commit -- */
 
+/* 0 when this step's line and those since the last commit are durable. A full disk pauses the run
+ * here: no line, no commit. */
+static int flush_lines(struct launcher *l, uint64_t step)
+{
+    char limit[SIZE_TEXT_BYTES_MAX];
+    int waiting = l->coordinator.paused;
+    int rc = metrics_flush(l->metrics);
+    l->coordinator.paused = rc == METRICS_FULL;
+    if (rc == METRICS_FULL && !waiting)
+        progress_warn(l->progress,
+                      "%s: the disk is full: training pauses before the commit of step %llu until "
+                      "there is room, for at most %s",
+                      metrics_path(l->metrics), (unsigned long long)step,
+                      size_format_duration(limit, sizeof limit, metrics_patience_s()));
+    if (rc == 0 && waiting)
+        progress_say(l->progress, "there is room again: training goes on");
+    return rc;
+}
+
 /* A complete step's line; and, where it is due, the order to commit it. */
 static int ask_commit(struct launcher *l)
 {
@@ -423,8 +443,9 @@ static int ask_commit(struct launcher *l)
     }
     if (!due)
         return 0;
-    if (metrics_flush(l->metrics) < 0) /* this step's line and those since the last commit */
-        return -(int)error_kind_now();
+    int rc = flush_lines(l, complete);
+    if (rc != 0)
+        return rc < 0 ? rc : 0;
     fault_point(FAULT_launcher_before_commit);
     order(l, &orders->commit_step, complete);
     fault_point(FAULT_launcher_commit_ordered);

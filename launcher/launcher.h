@@ -84,6 +84,7 @@ struct coordinator {
     uint64_t begun;      /* newest step that may run; at the start of a session the committed one */
     uint64_t announced;  /* newest commit that was shown */
     uint64_t exported;   /* newest export ordered */
+    int paused;          /* step lines wait for room on the disk */
     uint64_t evaluated;  /* newest step evaluated by this launcher */
     int evaluating;      /* 0 no, 1 validation loss, 2 samples */
     uint64_t step_begin_ns; /* when the step before was complete */

@@ -10,17 +10,23 @@
 #include <unistd.h>
 
 #include "model/tokenizer_bytes.h"
+#include "procs/clock.h"
 #include "procs/error.h"
 #include "procs/fault.h"
 #include "procs/printable.h"
 
-enum { METRICS_LINE_BYTES_MAX = 16384 };
+enum { METRICS_LINE_BYTES_MAX = 16384, RETRY_MS = 200 };
 
 struct metrics {
     int fd;
     int complained;
     uint64_t evaluated;        /* step of the newest eval event */
     uint64_t sampled, samples; /* step of the newest sample events, prompts they answered */
+    off_t durable; /* bytes of the file that are surely on disk */
+    char *fresh;   /* the lines behind them */
+    size_t fresh_bytes;
+    int behind;                 /* not all of `fresh` is in the file: there was no room */
+    uint64_t full_ns, tried_ns; /* since when; last try */
     char path[4096 + 32];
 };
 
@@ -115,22 +121,36 @@ int metrics_has_steps(const char *directory)
     return found;
 }
 
+/* Creates or opens the file; a new one's name is made durable. */
+static int open_file(struct metrics *m, const char *directory)
+{
+    int is_new = access(m->path, F_OK) < 0;
+    m->fd = open(m->path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
+    m->durable = m->fd < 0 ? -1 : lseek(m->fd, 0, SEEK_END);
+    if (m->durable < 0)
+        return error_set(ERROR_FAILED, "%s: %s", m->path, strerror(errno));
+    if (!is_new)
+        return 0;
+    int fd = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int rc = fd < 0 || fsync(fd) < 0
+                 ? error_set(ERROR_FAILED, "%s: fsync: %s", directory, strerror(errno))
+                 : 0;
+    if (fd >= 0)
+        (void)close(fd); /* opened for reading */
+    return rc;
+}
+
 int metrics_open(struct metrics **out, const char *directory, uint64_t committed)
 {
     struct metrics *m = calloc(1, sizeof *m);
     *out = NULL;
     if (!m)
         return error_set(ERROR_FAILED, "out of memory");
+    m->fd = -1;
     (void)snprintf(m->path, sizeof m->path, "%s/metrics.jsonl", directory);
-    if (repair(m, committed) < 0) {
-        free(m);
+    if (repair(m, committed) < 0 || open_file(m, directory) < 0) {
+        metrics_close(m);
         return -(int)error_kind_now();
-    }
-    m->fd = open(m->path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
-    if (m->fd < 0) {
-        int rc = error_set(ERROR_FAILED, "%s: %s", m->path, strerror(errno));
-        free(m);
-        return rc;
     }
     *out = m;
     return 0;
@@ -147,8 +167,54 @@ void metrics_close(struct metrics *m)
 {
     if (!m)
         return;
-    (void)close(m->fd); /* lines that matter were fsynced */
+    if (m->fd >= 0)
+        (void)close(m->fd); /* lines that matter were fsynced */
+    free(m->fresh);
     free(m);
+}
+
+static int is_full(int error)
+{
+    return error == ENOSPC || error == EDQUOT;
+}
+
+/* Takes everything behind `size` out of the file again and says why: METRICS_FULL or an error. */
+static int take_back(struct metrics *m, off_t size, const char *what, int failure)
+{
+    (void)!ftruncate(m->fd, size); /* what it leaves is cut by the next start */
+    (void)error_set(ERROR_FAILED, "%s: %s: %s", m->path, what, strerror(failure));
+    (void)error_hint("the run's state is intact; %s and start it again",
+                     is_full(failure) ? "free some space" : "see to the disk");
+    return is_full(failure) ? METRICS_FULL : -ERROR_FAILED;
+}
+
+/* Appends all of the text or nothing. */
+static int put(struct metrics *m, const char *text, size_t n)
+{
+    off_t before = lseek(m->fd, 0, SEEK_END);
+    ssize_t wrote = write(m->fd, text, n);
+    if (wrote == (ssize_t)n)
+        return 0;
+    return take_back(m, before, "cannot append", wrote < 0 ? errno : ENOSPC);
+}
+
+static int keep(struct metrics *m, const char *text, size_t n)
+{
+    char *more = realloc(m->fresh, m->fresh_bytes + n);
+    if (!more)
+        return error_set(ERROR_FAILED, "out of memory");
+    memcpy(more + m->fresh_bytes, text, n);
+    m->fresh = more;
+    m->fresh_bytes += n;
+    return 0;
+}
+
+static void fall_behind(struct metrics *m)
+{
+    m->tried_ns = clock_now_ns();
+    if (!m->behind)
+        m->full_ns = m->tried_ns;
+    m->behind = 1;
 }
 
 int metrics_append(struct metrics *m, const char *json)
@@ -158,21 +224,67 @@ int metrics_append(struct metrics *m, const char *json)
     if (n < 0 || n >= (int)sizeof line)
         return error_set(ERROR_FAILED, "%s: a line of more than %d bytes", m->path,
                          METRICS_LINE_BYTES_MAX);
-    ssize_t wrote = write(m->fd, line, (size_t)n);
-    if (wrote != n) {
-        (void)error_set(ERROR_FAILED, "%s: cannot append: %s", m->path,
-                        wrote < 0 ? strerror(errno) : "the disk is full");
-        return error_hint("the run's state is intact; free some space and start it again");
+    if (keep(m, line, (size_t)n) < 0)
+        return -ERROR_FAILED;
+    int rc = m->behind ? 0 : put(m, line, (size_t)n);
+    if (rc == METRICS_FULL)
+        fall_behind(m);
+    return rc < 0 ? rc : 0;
+}
+
+/* Tests cannot wait an hour: MTLAUNCH_FULL_DISK_S is for them. */
+double metrics_patience_s(void)
+{
+    const char *text = getenv("MTLAUNCH_FULL_DISK_S");
+    double seconds = text ? strtod(text, NULL) : 0.0;
+    return seconds > 0.0 ? seconds : METRICS_FULL_S;
+}
+
+/* All fresh lines into the file and to the disk. After a failed fdatasync the kernel may have
+ * dropped them, so they are written again and not merely flushed again. */
+static int try_flush(struct metrics *m)
+{
+    if (m->behind) {
+        if (ftruncate(m->fd, m->durable) < 0)
+            return error_set(ERROR_FAILED, "%s: cannot truncate: %s", m->path, strerror(errno));
+        int rc = put(m, m->fresh, m->fresh_bytes);
+        if (rc != 0)
+            return rc;
     }
-    return 0;
+    return fdatasync(m->fd) < 0 ? take_back(m, m->durable, "fdatasync", errno) : 0;
 }
 
 int metrics_flush(struct metrics *m)
 {
     fault_point(FAULT_launcher_line_written);
-    if (fdatasync(m->fd) < 0)
-        return error_set(ERROR_FAILED, "%s: fdatasync: %s", m->path, strerror(errno));
+    if (m->behind && clock_seconds_since(m->tried_ns) * 1e3 < RETRY_MS)
+        return METRICS_FULL;
+    int rc = try_flush(m);
+    if (rc == METRICS_FULL) {
+        fall_behind(m);
+        return clock_seconds_since(m->full_ns) < metrics_patience_s() ? rc : -ERROR_FAILED;
+    }
+    if (rc < 0)
+        return rc;
+    m->durable += (off_t)m->fresh_bytes;
+    m->fresh_bytes = 0;
+    m->behind = 0;
     return 0;
+}
+
+const char *metrics_path(const struct metrics *m)
+{
+    return m->path;
+}
+
+/* 0 if the event stands in the file. */
+static int put_event(struct metrics *m, char *line, size_t n)
+{
+    if (m->behind)
+        return error_set(ERROR_FAILED, "%s: events are left out: the disk is full", m->path);
+    line[n++] = '\n';
+    int rc = put(m, line, n);
+    return rc == 0 ? keep(m, line, n) : -ERROR_FAILED;
 }
 
 static void complain(void)
@@ -194,8 +306,8 @@ void metrics_event(struct metrics *m, const char *name, const char *fields)
     (void)strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%S", &utc);
     int n = snprintf(line, sizeof line, "{\"event\": \"%s\", \"time\": \"%s.%03ldZ\"%s}", name,
                      when, now.tv_nsec / 1000000, fields);
-    int rc = n < (int)sizeof line
-                 ? metrics_append(m, line)
+    int rc = n < (int)sizeof line - 1
+                 ? put_event(m, line, (size_t)n)
                  : error_set(ERROR_FAILED, "%s: event %s of %d bytes left out", m->path, name, n);
     if (rc < 0 && !m->complained++)
         complain();

@@ -52,7 +52,7 @@ static int make_one(const char *path, uint32_t *levels)
                                            strerror(errno));
     ++*levels;
     (void)snprintf(parent, sizeof parent, "%s/..", path);
-    return sync_directory(parent);
+    return access(parent, R_OK) < 0 ? 0 : sync_directory(parent); /* one that may only be entered */
 }
 
 /* mkdir -p; new ones 0700 and durable. *levels: how many were not there. */
@@ -445,7 +445,7 @@ int run_dir_adopt_config(struct run_dir *run, const struct config *config)
     fault_point(FAULT_launcher_config_before_rename);
     if (rename(aside, path) < 0)
         return error_set(ERROR_FAILED, "%s: %s", path, strerror(errno));
-    return 0;
+    return sync_directory(run->path);
 }
 
 int run_dir_write_contact(struct run_dir *run, const char *endpoint, const char *token)
