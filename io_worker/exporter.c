@@ -2,7 +2,13 @@
  * Exports the committed version between other work: one page is in flight, and a turn converts one.
  * Its slots are pinned (a copy of the table), so that later steps write elsewhere; the launcher
  * lets no step two further be applied before the export is done.
+ *
+ * An export that cannot be written (a full or failing disk, a folder that is not ours) costs no
+ * training: what is there of it is removed, the launcher tells why, and the run goes on. A page
+ * that cannot be read or verified is the store's damage, not the export's, and an error as anywhere
+ * else.
  */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -35,6 +41,7 @@ int exporter_begin(struct io *io, const char *out, uint64_t step)
     const struct page_entry *table =
         step == io->newest.facts.step ? io->tables.committed : io->tables.anchor;
     const char *folder = plan_text_get(io->plan, io->plan->model_dir);
+    e->step = step;
     struct export_config config = {
         .layout = io->layout,
         .model_folder = folder,
@@ -46,18 +53,39 @@ int exporter_begin(struct io *io, const char *out, uint64_t step)
         .dtype = io->plan->checkpoint.export_dtype,
         .step = step,
     };
-    if (export_open(&e->export, &config) < 0) {
-        if (io->plan->mode == PLAN_TRAIN)
-            (void)error_hint(
-                "step %llu is committed; start the run again to resume with its export",
-                (unsigned long long)config.step);
+    if (export_open(&e->export, &config) < 0)
         return -(int)error_kind_now();
-    }
     memcpy(e->pinned, table, io->layout->n_pages * sizeof *e->pinned);
-    e->step = step;
     e->page = 0;
     e->reading = e->landed = e->reads = 0;
     return 0;
+}
+
+/* The launcher may go on; frames and slots of the step are free. */
+static void end(struct io *io)
+{
+    if (io->plan->mode != PLAN_TRAIN)
+        return;
+    fault_point(FAULT_io_exported);
+    atomic_store_explicit(&io->w->self->exported_step, io->exporter.step, memory_order_release);
+    worker_fact(io->w);
+}
+
+int exporter_give_up(struct io *io)
+{
+    struct exporter *e = &io->exporter;
+    struct worker_control *self = io->w->self;
+    if (io->plan->mode != PLAN_TRAIN)
+        return -(int)error_kind_now();
+    (void)snprintf(self->export_error, sizeof self->export_error, "%s", error_text());
+    log_line(LOG_ERROR, "export of step %llu given up: %s", (unsigned long long)e->step,
+             self->export_error);
+    export_close(e->export); /* removes what is there of it */
+    e->export = NULL;
+    error_clear();
+    atomic_store_explicit(&self->export_given_up, e->step, memory_order_release);
+    end(io);
+    return 1;
 }
 
 static void on_read(struct io_request *request, int result)
@@ -109,7 +137,7 @@ static int convert_page(struct io *io)
         io->plan->bf16 ? page_image_part(e->image, &layout, PART_RESIDUAL) : NULL;
     if (export_page(e->export, &io->layout->pages[e->page],
                     page_image_part(e->image, &layout, PART_WEIGHTS), residual) < 0)
-        return error_wrap("export of step %llu", (unsigned long long)e->step);
+        return exporter_give_up(io);
     e->reading = e->landed = e->reads = 0;
     e->page++;
     fault_point(FAULT_io_export_page);
@@ -119,12 +147,18 @@ static int convert_page(struct io *io)
 static int finish(struct io *io)
 {
     struct exporter *e = &io->exporter;
-    int rc = export_finish(e->export);
+    if (export_finish(e->export) < 0)
+        return exporter_give_up(io);
     export_close(e->export);
     e->export = NULL;
-    if (rc < 0)
-        return error_wrap("export of step %llu", (unsigned long long)e->step);
     log_line(LOG_INFO, "exported step %llu", (unsigned long long)e->step);
+    if (io->plan->mode == PLAN_TRAIN &&
+        export_rotate(plan_text_get(io->plan, io->plan->checkpoint.export_dir),
+                      io->plan->checkpoint.keep) < 0) {
+        log_line(LOG_WARN, "older exports stay: %s", error_text()); /* the new one is whole */
+        error_clear();
+    }
+    end(io);
     return 1;
 }
 

@@ -27,26 +27,13 @@ static int take_export_order(struct io *io)
     (void)snprintf(out, sizeof out, "%s/step-%llu",
                    plan_text_get(io->plan, io->plan->checkpoint.export_dir),
                    (unsigned long long)step);
-    return exporter_begin(io, out, step) < 0 ? -(int)error_kind_now() : 1;
+    return exporter_begin(io, out, step) < 0 ? exporter_give_up(io) : 1;
 }
 
 static int export_turn(struct io *io)
 {
     int rc = take_export_order(io);
-    if (rc != 0)
-        return rc;
-    int busy = exporter_busy(io);
-    if ((rc = exporter_turn(io)) < 0)
-        return rc;
-    if (busy && !exporter_busy(io)) {
-        if (export_rotate(plan_text_get(io->plan, io->plan->checkpoint.export_dir),
-                          io->plan->checkpoint.keep) < 0)
-            return -(int)error_kind_now();
-        fault_point(FAULT_io_exported);
-        atomic_store_explicit(&io->w->self->exported_step, io->exporter.step, memory_order_release);
-        worker_fact(io->w);
-    }
-    return rc;
+    return rc != 0 ? rc : exporter_turn(io);
 }
 
 /* What io waits for when it has nothing to do: the optimizer while a step is applied. */

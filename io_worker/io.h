@@ -187,6 +187,8 @@ void exporter_close(struct io *io);
 /* Starts exporting the version of `step` into `out`: that of the newest commit, or of the anchor.
  */
 int exporter_begin(struct io *io, const char *out, uint64_t step);
+/* While training: what could not be written is removed and told; 1. Else the error, unchanged. */
+int exporter_give_up(struct io *io);
 /* One turn: 1 something was done, 0 nothing to do now, negative. */
 int exporter_turn(struct io *io);
 static inline int exporter_busy(const struct io *io)

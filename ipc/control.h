@@ -187,7 +187,9 @@ struct worker_control {
     struct recompute_finding findings[CONTROL_FINDINGS];
 
     /* io */
-    _Atomic uint64_t complete_step, committed_step, exported_step;
+    _Atomic uint64_t complete_step, committed_step;
+    _Atomic uint64_t exported_step;   /* exports are done with up to here, well or badly */
+    _Atomic uint64_t export_given_up; /* newest of them that failed; set before exported_step */
     _Atomic uint64_t bytes_read, bytes_written;
     _Atomic uint64_t evaluate_microbatches, evaluate_sequences; /* of one evaluation */
     uint64_t samples;                                           /* training samples of one epoch */
@@ -211,6 +213,7 @@ struct worker_control {
     _Atomic uint32_t error_kind;
     char error[CONTROL_ERROR_BYTES];
     char panic[CONTROL_PANIC_BYTES];
+    char export_error[CONTROL_ERROR_BYTES]; /* why export_given_up could not be written */
     char message[CONTROL_ERROR_BYTES]; /* what the user should be told at READY, one line each */
 };
 

@@ -481,6 +481,32 @@ static void after_commit(struct launcher *l)
     }
 }
 
+/* An export that could not be written costs no training; that of the last step is what the run was
+ * for, so it is the run's failure. */
+static int tell_lost_exports(struct launcher *l)
+{
+    struct coordinator *c = &l->coordinator;
+    const char *why = l->session.io->export_error;
+    uint64_t step = fact(&l->session.io->export_given_up);
+    char quoted[CONTROL_ERROR_BYTES + 512], fields[CONTROL_ERROR_BYTES + 640];
+    if (step <= c->given_up)
+        return 0;
+    c->given_up = step;
+    (void)snprintf(fields, sizeof fields, ", \"step\": %llu, \"why\": %s", (unsigned long long)step,
+                   metrics_quote(quoted, sizeof quoted, why));
+    metrics_event(l->metrics, "export_failed", fields);
+    if (step < c->steps) {
+        progress_warn(l->progress, "the export of step %llu is given up, training goes on: %s",
+                      (unsigned long long)step, why);
+        return 0;
+    }
+    (void)error_set(ERROR_FAILED, "the export of step %llu, the last one, failed: %s",
+                    (unsigned long long)step, why);
+    return error_hint("the run is trained to its end and its state is intact: start it again to "
+                      "export, or `mtlaunch export %s OUT_DIR` into another file system",
+                      l->run.path);
+}
+
 /* -- evaluation and samples, between steps -- */
 
 static void tell_evaluation(struct launcher *l, uint64_t step)
@@ -569,9 +595,12 @@ int coordinator_turn(struct launcher *l)
     after_commit(l);
     int evaluating = evaluate(l);
     begin_next(l);
+    int exporting = export_pending(l); /* before asking how it went: that is written first */
+    if (tell_lost_exports(l) < 0)
+        return -(int)error_kind_now();
     uint64_t committed = coordinator_committed(l);
     findings_tell(l); /* after that look, so that none of a committed step is missed */
     int done = committed >= last_step(l) && l->coordinator.begun <= committed && !evaluating &&
-               !evaluation_due(l, committed) && !export_pending(l);
+               !evaluation_due(l, committed) && !exporting;
     return done;
 }

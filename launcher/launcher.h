@@ -85,6 +85,7 @@ struct coordinator {
     uint64_t announced;  /* newest commit that was shown */
     uint64_t exported;   /* newest export ordered */
     int paused;          /* step lines wait for room on the disk */
+    uint64_t given_up;   /* newest export that is known to have failed */
     uint64_t evaluated;  /* newest step evaluated by this launcher */
     int evaluating;      /* 0 no, 1 validation loss, 2 samples */
     uint64_t step_begin_ns; /* when the step before was complete */

@@ -180,7 +180,8 @@ int run_lock_write(int fd, const struct run_lock_text *text)
     char bytes[RUN_LOCK_TEXT_BYTES];
     int n = snprintf(bytes, sizeof bytes, "%s\n%s\n%d\n%s\n", text->endpoint, text->token,
                      text->pid, text->path);
-    if (ftruncate(fd, 0) < 0 || pwrite(fd, bytes, (size_t)n, 0) != n)
+    /* written over the old one, which has its space: a full disk refuses no restart */
+    if (pwrite(fd, bytes, (size_t)n, 0) != n || ftruncate(fd, n) < 0)
         return error_set(ERROR_FAILED, "run.lock: %s", strerror(errno));
     return 0;
 }

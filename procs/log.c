@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <poll.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -31,6 +32,7 @@ static struct {
     uint64_t bytes_max; /* 0 = no limit */
     uint64_t lines_lost;
     uint64_t lines_lost_untold;
+    int complained; /* stderr was told that lines are being lost */
     char name[64];
     char path[PATH_MAX];
     char path_old[PATH_MAX + 2];
@@ -171,6 +173,24 @@ static int lost_tell(void)
     return rc;
 }
 
+/* Once until lines get through again; a terminal that takes nothing is not waited for. */
+static void complain(int failure)
+{
+    char text[PATH_MAX + 128];
+    struct pollfd err = {.fd = STDERR_FILENO, .events = POLLOUT};
+    if (!self.is_file || self.complained++ || poll(&err, 1, 0) != 1 || !(err.revents & POLLOUT))
+        return;
+    int n = snprintf(text, sizeof text,
+                     "warning: %s: %s; log lines are left out until it can be written again\n",
+                     self.path, strerror(-failure));
+    (void)!write(STDERR_FILENO, text, (size_t)n < sizeof text ? (size_t)n : sizeof text - 1);
+}
+
+static int is_full(int failure)
+{
+    return failure == -ENOSPC || failure == -EDQUOT;
+}
+
 void log_line(enum log_level level, const char *format, ...)
 {
     if (level > self.threshold)
@@ -187,9 +207,14 @@ void log_line(enum log_level level, const char *format, ...)
     line_append_escaped(&line, text);
     line_end(&line);
     int rc = self.lines_lost_untold > 0 ? lost_tell() : 0;
-    if (rc < 0 || line_write(&line) < 0) {
+    if (rc == 0)
+        rc = line_write(&line);
+    if (rc < 0) {
         self.lines_lost++;
         self.lines_lost_untold++;
+        complain(rc);
+    } else {
+        self.complained = 0;
     }
     errno = saved_errno;
 }
@@ -219,12 +244,14 @@ int log_open(const char *dir, const char *name, uint64_t max_bytes)
         return error_hint("output_dir must exist and be writable");
     }
     int rc = file_open();
-    if (rc < 0) {
+    if (rc < 0 && !is_full(rc)) {
         self.fd = STDERR_FILENO;
         return error_set(ERROR_FAILED, "%s: cannot open the log: %s", self.path, strerror(-rc));
     }
     self.is_file = 1;
     self.bytes_max = max_bytes;
+    if (rc < 0)
+        complain(rc); /* the next line tries again */
     return 0;
 }
 
@@ -246,6 +273,7 @@ void log_close(void)
     self.fd = STDERR_FILENO;
     self.is_file = 0;
     self.is_torn = 0;
+    self.complained = 0;
     self.bytes_max = 0;
     self.name[0] = '\0';
 }

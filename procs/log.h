@@ -8,8 +8,9 @@
  * line or drive a terminal. A longer line than LOG_LINE_BYTES_MAX is cut and ends in "...".
  *
  * A file that would pass `max_bytes` becomes <role>.log.1 (the older .1 is replaced), so two are
- * kept. A log that cannot be written never stops training: lines lost are counted, and the count is
- * told in the first line that gets through. Without log_open() lines go to stderr.
+ * kept. A log that cannot be written never stops training: stderr is told once, lines lost are
+ * counted, and the count is told in the first line that gets through. Without log_open() lines go
+ * to stderr.
  *
  * One writer per file: the main loop's thread. Not for signal handlers.
  */
@@ -32,8 +33,8 @@ enum { LOG_LINE_BYTES_MAX = 4096 };
 
 /*
  * Appends to `dir`/`name`.log, creating `dir` if needed (its parent exists). `max_bytes` limits
- * each of the two files kept; 0 = no limit. Returns 0, or a negative error (error.h) and stays on
- * stderr.
+ * each of the two files kept; 0 = no limit. Returns 0, also on a full disk (lines are lost until
+ * there is room), or a negative error (error.h) and stays on stderr.
  */
 int log_open(const char *dir, const char *name, uint64_t max_bytes);
 

@@ -1,11 +1,7 @@
 #!/usr/bin/env python3
-"""Space that is too small, space that runs out, disks and kernels that cannot what others can, and
-store files that are not what they were.
-
-Small file systems are mounted in a private mount namespace, so that nothing outlives this program;
-where that is not allowed those tests are skipped.
+"""Space that is too small, disks and kernels that cannot what others can, and store files that are not
+what they were. Space that runs out in mid-run: test_file_systems.py.
 """
-import contextlib
 import ctypes
 import os
 import random
@@ -13,49 +9,13 @@ import re
 import resource
 import shutil
 import struct
-import subprocess
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from harness import *
+from mounts import enter_namespace, mounted
 
 STEPS = 4
-NAMESPACE = "TEST_DISK_NAMESPACE"
-
-
-def enter_namespace():
-    """Starts this program again where it may mount, if the system lets it."""
-    if NAMESPACE in os.environ:
-        return
-    for options in (["-m"], ["-r", "-m"]):
-        command = ["unshare"] + options + ["--propagation", "private"]
-        tried = subprocess.run(command + ["sh", "-c", "mount -t tmpfs none /mnt"], stderr=subprocess.DEVNULL)
-        if tried.returncode == 0:
-            os.environ[NAMESPACE] = "1"
-            os.execvp("unshare", command + [sys.executable, "-u"] + sys.argv)
-    os.environ[NAMESPACE] = ""
-
-
-@contextlib.contextmanager
-def mounted(directory, size, kind="tmpfs"):
-    if not os.environ[NAMESPACE]:
-        skip("this user may not mount, not even in a namespace of its own (unshare -r -m)")
-    os.makedirs(directory, exist_ok=True)
-    if kind == "tmpfs":
-        command = ["mount", "-t", "tmpfs", "-o", "size=%d" % size, "none", directory]
-    else:
-        image = directory + ".image"
-        with open(image, "wb") as f:
-            f.truncate(size)
-        subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", image], check=True)
-        command = ["mount", "-o", "loop", image, directory]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    if done.returncode != 0:
-        skip("%s: %s" % (" ".join(command), done.stderr.strip()))
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", "-l", directory], check=True)
 
 
 def disk_run(directory, name="run", **changes):
@@ -133,76 +93,6 @@ def a_ram_budget_without_room_for_the_device_is_refused(t):
     need = float(found[1]) * unit[found[2]] + float(found[3]) * unit[found[4]]
     run.change(memory={"max_ram": int(need * 1.01) + 1000000})
     check_does_not_fit(run, r"max_ram|budget", r"need", r"device|buffers")
-
-
-# -- full in mid-run --
-
-
-def fill(directory, leave=0):
-    """A file that takes all the space but `leave` bytes."""
-    path = os.path.join(directory, "ballast")
-    with open(path, "wb", buffering=0) as f:
-        try:
-            while True:
-                f.write(b"x" * 65536)
-        except OSError:
-            pass
-        try:
-            while True:
-                f.write(b"x" * 512)
-        except OSError:
-            pass
-    if leave:
-        os.truncate(path, max(0, os.path.getsize(path) - leave))
-    return path
-
-
-def resumed(run):
-    return any(line.get("event") == "resume" for line in run.lines(tolerant=True))
-
-
-def full_in_midrun(t, steps, leave, parts):
-    """The run directory's disk fills up; the store lies on another one. Returns the exit status."""
-    plain = disk_run(t.dir, "plain", training={"steps": steps})
-    plain.ok()
-    with mounted(os.path.join(t.dir, "small"), 6 << 20) as small:
-        directory = os.path.join(small, "run")
-        run = disk_run(t.dir, training={"steps": steps}, run={"output_dir": directory},
-                       memory={"offload_dir": [os.path.join(t.dir, "store")]})
-        run.dir, run.metrics_path = directory, os.path.join(directory, "metrics.jsonl")
-        run.ok("--run.stop_after_step=2", status=STOPPED)
-        with run.start() as live:
-            live.wait_for(lambda: resumed(run), "resume")
-            live.signal(signal.SIGSTOP)
-            ballast = fill(small, leave)
-            live.signal(signal.SIGCONT)
-            status = live.wait(60)
-            result = Result(status, "", live.output(), 0)
-        check_said(result, *parts)
-        step = run.digest()[0]
-        check(step >= 2, "the digest went back to step %d" % step)
-        os.unlink(ballast)
-        run.ok()
-        run.check_steps(steps)
-        equal(run.hashes(), plain.hashes(), "state hashes")
-        equal(run.digest(), plain.digest(), "digest")
-        equal(tree(run.export_dir(steps)), tree(plain.export_dir(steps)), "export")
-        t.note("status %d at step %d of %d" % (status, step, steps))
-        return status
-
-
-@test
-def a_disk_full_for_metrics_ends_the_run_resumable(t):
-    """More lines than the last page of the file takes."""
-    parts = [r"metrics\.jsonl: cannot append", "full|No space", "state is intact.*start it again"]
-    equal(full_in_midrun(t, 40, 0, parts), FAILED, "status")
-
-
-@test
-def a_disk_full_for_the_export_ends_the_run_resumable(t):
-    parts = [r"export/step-%d: the export takes \d+ bytes, \d+ are free" % STEPS, "free some space",
-             "step %d is committed; start the run again" % STEPS]
-    equal(full_in_midrun(t, STEPS, 150000, parts), FIT, "status")
 
 
 # -- what a disk or a kernel cannot do --
