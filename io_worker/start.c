@@ -294,6 +294,8 @@ static int create(struct io *io)
         fault_point(FAULT_io_after_mark_ready);
     }
     import_close(im);
+    if (rc == -ERROR_USER || rc == -ERROR_FIT)
+        store_discard(io->store); /* the launcher undoes the run directory likewise */
     return rc;
 }
 

@@ -767,9 +767,10 @@ static int sync_directory(const char *path)
 }
 
 /* mkdir -p, each new entry made durable in its parent. */
-static int make_directory(const char *directory)
+static int make_directory(const char *directory, int *made)
 {
     char path[PATH_MAX];
+    *made = 0;
     (void)snprintf(path, sizeof path, "%s", directory);
     for (char *p = path + 1;; p++) {
         if (*p != '/' && *p != '\0')
@@ -777,6 +778,7 @@ static int make_directory(const char *directory)
         const char kept = *p;
         *p = '\0';
         if (mkdir(path, 0700) == 0) {
+            *made = kept == '\0';
             char parent[PATH_MAX + 4];
             (void)snprintf(parent, sizeof parent, "%s/..", path);
             if (sync_directory(parent) < 0)
@@ -1030,7 +1032,7 @@ int store_create(struct store *store)
     if (refuse_to_wipe_commits(store) < 0 || store_preflight(store) < 0)
         return -(int)error_kind_now();
     for (unsigned d = 0; d < n; d++)
-        if (make_directory(store->directories[d].path) < 0)
+        if (make_directory(store->directories[d].path, &store->directories[d].made) < 0)
             return -(int)error_kind_now();
     if (!weights_known(store)) {
         if (measure_weights(store) < 0)
@@ -1052,6 +1054,26 @@ int store_create(struct store *store)
     if (engine_notice(store->engine)[0])
         say(store, "%s%s: %s", "I/O engine", engine_notice(store->engine));
     return set_state(store, STORE_IMPORTING);
+}
+
+/* What is not open here is not ours to remove. */
+static void remove_file(const struct store_file *file)
+{
+    if (file->fd >= 0)
+        (void)unlink(file->path); /* what stays is wiped or refused by name later */
+}
+
+void store_discard(struct store *store)
+{
+    CHECK(store->state != STORE_READY);
+    remove_file(&store->commit);
+    for (unsigned d = 0; d < store->options.n_directories; d++)
+        remove_file(&store->directories[d].slots);
+    for (unsigned d = 0; d < store->options.n_directories; d++) {
+        remove_file(&store->directories[d].superblock);
+        if (store->directories[d].made)
+            (void)rmdir(store->directories[d].path); /* something else may lie in it */
+    }
 }
 
 int store_mark_ready(struct store *store)

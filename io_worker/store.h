@@ -96,6 +96,10 @@ int store_preflight(struct store *store);
 /* Creates or wipes: preflight, allocate, zero-fill, fsync; ends in IMPORTING. */
 int store_create(struct store *store);
 
+/* Removes what there is of a store that never became READY. For a start that fails on the user's
+ * account: its run does not exist any more, and no other run would dare to touch its store. */
+void store_discard(struct store *store);
+
 /* Frame pools exist only after the fence, so after store_open(): opens the engine anew with
  * `regions` registered where possible. Nothing may be in flight. 0, or ERROR_FAILED. */
 int store_register_regions(struct store *store, const struct engine_region *regions,

@@ -51,6 +51,7 @@ struct store_directory {
     struct store_file slots;
     struct superblock content; /* valid once read or written */
     uint64_t slots_bytes;
+    int made; /* the directory itself, by this process */
 };
 
 struct store {

@@ -17,7 +17,7 @@ the disk as it would be had the power failed at any moment.
 Commands arrive as JSON lines on standard input, each is answered by one JSON line on standard
 output; {"do": "rules", "rules": [...]} replaces the rules. A rule:
 
-    {"op": "read" | "write" | "fsync", "file": "slots",   whose path ends so
+    {"op": "read" | "write" | "fsync" | "fallocate", "file": "slots",   whose path ends so
      "skip": 3, "count": 1,                                matches to let pass, then to treat (-1: all)
      "act": "error", "errno": 5} | "short", "bytes": 4096 | "delay", "seconds": 1.5 |
             "hang" (until {"do": "release"}) | "lose" (a write: answered, never done)
@@ -275,7 +275,7 @@ class Server:
 
     def describe(self, op, node, body):
         hit = {"op": op, "file": self.inodes[node].path}
-        if op != "fsync":
+        if op in ("read", "write"):
             _, hit["offset"], hit["bytes"] = struct.unpack_from("<QQI", body)
         return hit
 
@@ -301,7 +301,8 @@ class Server:
             raise ValueError("act: %s" % act)
 
     def perform(self, op, unique, node, body):
-        function = {"read": self.on_read, "write": self.on_write, "fsync": self.on_fsync}[op]
+        function = {"read": self.on_read, "write": self.on_write, "fsync": self.on_fsync,
+                    "fallocate": self.on_fallocate}[op]
         self.reply(unique, function(node, body))
 
     # -- the loop --
@@ -320,7 +321,7 @@ class Server:
         if code == INIT:
             self.reply(unique, self.init_answer(struct.unpack_from("<I", body, 8)[0]))
             return
-        op = {READ: "read", WRITE: "write", FSYNC: "fsync"}.get(code)
+        op = {READ: "read", WRITE: "write", FSYNC: "fsync", FALLOCATE: "fallocate"}.get(code)
         rule = self.rule_for(op, self.inodes[node].path) if op else None
         if rule:
             self.treat(rule, op, unique, node, body)
