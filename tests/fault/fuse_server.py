@@ -19,6 +19,7 @@ output; {"do": "rules", "rules": [...]} replaces the rules. A rule:
 
     {"op": "read" | "write" | "fsync" | "fallocate", "file": "slots",   whose path ends so
      "skip": 3, "count": 1,                                matches to let pass, then to treat (-1: all)
+     "offset": 4096,                                       only transfers that touch this byte
      "act": "error", "errno": 5} | "short", "bytes": 4096 | "delay", "seconds": 1.5 |
             "hang" (until {"do": "release"}) | "lose" (a write: answered, never done)
 """
@@ -262,9 +263,12 @@ class Server:
 
     # -- faults --
 
-    def rule_for(self, op, path):
+    def rule_for(self, op, node, body):
+        hit = self.describe(op, node, body)
         for rule in self.rules:
-            if rule["op"] != op or not path.endswith(rule["file"]):
+            if rule["op"] != op or not hit["file"].endswith(rule["file"]):
+                continue
+            if "offset" in rule and not hit["offset"] <= rule["offset"] < hit["offset"] + hit["bytes"]:
                 continue
             if rule.get("skip", 0) > 0:
                 rule["skip"] -= 1
@@ -322,7 +326,7 @@ class Server:
             self.reply(unique, self.init_answer(struct.unpack_from("<I", body, 8)[0]))
             return
         op = {READ: "read", WRITE: "write", FSYNC: "fsync", FALLOCATE: "fallocate"}.get(code)
-        rule = self.rule_for(op, self.inodes[node].path) if op else None
+        rule = self.rule_for(op, node, body) if op and self.rules else None
         if rule:
             self.treat(rule, op, unique, node, body)
             return
