@@ -298,11 +298,15 @@ class Server:
         elif act == "delay":
             self.serial += 1
             heapq.heappush(self.later, (time.monotonic() + rule["seconds"], self.serial,
-                                        lambda: self.perform(op, unique, node, body)))
+                                        lambda: self.land_late(op, unique, node, body)))
         elif act == "hang":
-            self.held.append(lambda: self.perform(op, unique, node, body))
+            self.held.append(lambda: self.land_late(op, unique, node, body))
         else:
             raise ValueError("act: %s" % act)
+
+    def land_late(self, op, unique, node, body):
+        self.perform(op, unique, node, body)
+        self.write_log("mark", "landed late")
 
     def perform(self, op, unique, node, body):
         function = {"read": self.on_read, "write": self.on_write, "fsync": self.on_fsync,

@@ -16,7 +16,8 @@ import struct
 import subprocess
 import shutil
 
-from harness import MTLAUNCH, ROOT, check
+from harness import check
+from helpers import program
 
 SECTOR = 512
 RECORD_MAGIC = struct.pack("<Q", 0x3144524f43454d4d)
@@ -259,18 +260,10 @@ def record_step(event):
 class Recovery:
     """recover.c as a server."""
 
-    def __init__(self, build_in, where, options):
-        binary = os.path.join(build_in, "recover")
-        if not os.path.exists(binary):
-            build = os.path.dirname(os.path.dirname(os.path.realpath(MTLAUNCH)))
-            libraries = [os.path.join(build, "lib%s.a" % n) for n in ("io_worker", "ipc", "model", "procs")]
-            subprocess.run(["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-O1", "-I.", "-o", binary,
-                            "tests/fault/recover.c"] + libraries +
-                           ["-luring", "-lzmq", "-lmsgpackc", "-ljansson", "-lxxhash", "-lm", "-ldl", "-lpthread"],
-                           cwd=ROOT, check=True)
+    def __init__(self, where, options):
         self.where, self.stores = where, options["stores"]
         os.makedirs(where, exist_ok=True)
-        command = [binary, options["model"], str(options["page_elements"]), options["dtype"],
+        command = [program("recover"), options["model"], str(options["page_elements"]), options["dtype"],
                    str(options["slots"]), options["run_id"]]
         command += [os.path.join(where, s.replace("/", "+")) for s in self.stores]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -93,7 +93,7 @@ class Recorded:
 
     def recovery(self, where):
         memory = self.run.sections["memory"]
-        return power_cut.Recovery(self.directory, where, {
+        return power_cut.Recovery(where, {
             "stores": self.stores, "model": self.run.sections["model"]["path"], "run_id": self.run_id,
             "page_elements": memory["page_elements"], "dtype": self.run.sections["model"]["dtype"],
             "slots": 3 if memory.get("verify_writes", True) else 2})

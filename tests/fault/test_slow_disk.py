@@ -1,0 +1,235 @@
+#!/usr/bin/env python3
+"""Disks that answer late, and one that never does: the fence, and what ends a wait.
+
+A killed process's I/O goes on. Its successor may touch neither the store nor memory that such I/O still
+reads or fills, before the last of it has landed.
+"""
+import glob
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from harness import *
+from fuse_disk import fuse_disk
+from helpers import program
+from mounts import enter_namespace
+
+STEPS = 6
+LATE_S = 1.5
+
+
+def settings(**changes):
+    sections = {"training": {"steps": STEPS}, "memory": {"page_elements": 4096}, "optimizer": {"workers": 2}}
+    for section, keys in changes.items():
+        sections.setdefault(section, {}).update(keys)
+    return sections
+
+
+class Undisturbed:
+    result = None
+
+    @classmethod
+    def get(cls):
+        if cls.result is None:
+            directory = tempfile.mkdtemp(prefix="mt-undisturbed-")
+            run = tiny_run(directory, **settings())
+            run.ok()
+            cls.result = run.hashes(), run.digest()
+            shutil.rmtree(directory)
+        return cls.result
+
+
+def check_undisturbed(run):
+    hashes, digest = Undisturbed.get()
+    run.check_steps(STEPS)
+    equal(run.hashes(), hashes, "state hashes")
+    equal(run.digest(), digest, "digest")
+
+
+def run_on(t, disk, name="run", **changes):
+    sections = settings(**changes)
+    sections["memory"]["offload_dir"] = [os.path.join(disk.mount, "store-" + name)]
+    return tiny_run(t.dir, name, **sections)
+
+
+# -- the fence --
+
+
+def fence(t, lock):
+    with fuse_disk(os.path.join(t.dir, "disk-" + lock)) as disk:
+        path = os.path.join(disk.mount, "blocks")
+        with open(path, "wb") as f:
+            f.write(bytes(16 * 65536))
+        late = {"file": "blocks", "act": "delay", "seconds": LATE_S, "count": 8}
+        disk.rules(dict(late, op="write"), dict(late, op="read"))
+        done = subprocess.run([program("fence"), path, lock], stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+        equal(len(disk.hits()), 16, "late requests")
+        return json.loads(done.stdout)
+
+
+@test
+def the_lock_outlives_a_killed_process_until_its_last_read_and_write(t):
+    """DESIGN 6: flock on the very descriptor that the I/O goes through; on another one it is no fence."""
+    found = fence(t, "own")
+    check(found["locked_after_s"] > LATE_S / 2, "locked before the I/O was done: %s" % found)
+    equal((found["changed_blocks_after_lock"], found["changed_bytes_after_lock"]), (0, 0), "landed after the lock")
+    weak = fence(t, "other")
+    check(weak["changed_blocks_after_lock"] > 0 and weak["changed_bytes_after_lock"] > 0,
+          "the control: nothing landed late, so this test proves nothing here: %s" % weak)
+    t.note("own: %s; other: %s" % (found, weak))
+
+
+def landed_late(events):
+    """Places in the log of writes that landed late, and of the successor's first flush."""
+    late = [i for i, e in enumerate(events) if e[:2] == ("mark", "landed late")]
+    killed = events.index(("mark", "killed"))
+    flush = next(i for i, e in enumerate(events) if i > killed and e[0] == "fsync")
+    return killed, late, flush
+
+
+def killed_with_late_io(t, op, engine):
+    """io_worker dies with requests in flight that the disk answers much later."""
+    with fuse_disk(os.path.join(t.dir, "disk-" + engine)) as disk:
+        run = run_on(t, disk, memory={"io_engine": engine})
+        run.ok("--run.stop_after_step=2", status=STOPPED)
+        disk.rules({"op": op, "file": "/slots", "skip": t.rng.randint(100, 140) if op == "read" else t.rng.randint(0, 80),
+                    "count": 6 if engine == "io_uring" else 1, "act": "delay", "seconds": LATE_S})
+        with run.start() as live:
+            disk.wait_hit()
+            if op == "write" and engine == "io_uring":
+                time.sleep(0.2)  # more of them
+            pid = live.children("io_worker")[0][0]
+            os.kill(pid, signal.SIGKILL)
+            disk.mark("killed")
+            killed = time.monotonic()
+            live.wait_for(lambda: any(p != pid for p, _ in live.children("io_worker")), "a new io_worker")
+            equal(live.wait(60), DONE, "status: %s" % live.output())
+            if engine == "io_uring":
+                check("waiting for the last I/O of a killed process" in live.output(),
+                      "the fence is not told: %s" % live.output())
+        killed_at, late, flush = landed_late(disk.log())
+        check(late and late[-1] > killed_at, "nothing landed after the kill")
+        check(late[-1] < flush, "I/O of the dead landed after the successor had begun")
+        check_undisturbed(run)
+        t.note("%s, %s: %d landed late, the last %d events before the successor's first flush, run over after %.1f s" %
+               (op, engine, len([i for i in late if i > killed_at]), flush - late[-1], time.monotonic() - killed))
+
+
+for _op in ("write", "read"):
+    for _engine in ("io_uring", "sync"):
+        add_test("a_successor_waits_for_the_last_%s_of_a_killed_io_worker_%s" % (_op, _engine),
+                 lambda t, o=_op, e=_engine: killed_with_late_io(t, o, e))
+
+
+@test
+def the_next_launcher_waits_for_the_last_io_of_a_killed_run(t):
+    """Everything is killed; the start that follows is another launcher."""
+    with fuse_disk(os.path.join(t.dir, "disk")) as disk:
+        run = run_on(t, disk)
+        run.ok("--run.stop_after_step=2", status=STOPPED)
+        disk.rules({"op": "write", "file": "/slots", "skip": 20, "count": 6, "act": "delay", "seconds": LATE_S})
+        with run.start() as live:
+            disk.wait_hit()
+            live.signal(signal.SIGKILL)
+            live.wait()
+            disk.mark("killed")
+        result = run.ok()
+        check("waiting for the last I/O of a killed process" in result.err, "the fence is not told: %s" % result)
+        killed_at, late, flush = landed_late(disk.log())
+        check(late and killed_at < late[-1] < flush, "landed %s, killed at %d, flushed at %d" % (late, killed_at, flush))
+        check_undisturbed(run)
+
+
+@test
+def a_slow_disk_changes_no_bit(t):
+    """Every transfer takes 5 to 20 ms, in an order of its own."""
+    with fuse_disk(os.path.join(t.dir, "disk")) as disk:
+        run = run_on(t, disk, training={"steps": STEPS})
+        disk.rules(*[{"op": op, "file": "/slots", "skip": i, "count": 300, "act": "delay",
+                      "seconds": t.rng.uniform(0.002, 0.02)} for op in ("read", "write") for i in range(4)],
+                   {"op": "fsync", "file": "/slots", "count": -1, "act": "delay", "seconds": 0.05})
+        run.ok()
+        check(len(disk.hits()) > 500, "only %d slow requests" % len(disk.hits()))
+        equal(run.events("worker_exit"), [], "deaths")
+        check_undisturbed(run)
+
+
+# -- requests that are never answered --
+
+
+def sources_say(folder, text, but=()):
+    return any(text in open(path).read() for path in glob.glob(os.path.join(ROOT, folder, "*.c"))
+               if os.path.basename(path) not in but)
+
+
+def never_answered(t, op, skip_requests):
+    """C05: ends or restarts by the watchdog, which names the request; the next start is whole."""
+    if not sources_say("io_worker", "engine_oldest(", ("engine.c",)):
+        skip("the watchdog does not look at the age of I/O requests yet")
+    with fuse_disk(os.path.join(t.dir, "disk")) as disk:
+        run = run_on(t, disk)
+        run.ok("--run.stop_after_step=2", status=STOPPED)
+        disk.rules({"op": op, "file": "/slots", "skip": skip_requests, "act": "hang"})
+        with run.start(env={"MTLAUNCH_SILENCE_S": "1"}) as live:
+            hit = disk.wait_hit()[0]
+            what = "fdatasync of" if op == "fsync" else "%s of %d bytes at offset %d of" % (
+                op, hit["bytes"], hit["offset"])
+            live.wait_for(lambda: what in live.output(), "the request named: %s" % what, 60)
+            disk.release()
+            status = live.wait(90)
+            check(status in (DONE, FAILED), "status %s: %s" % (status, live.output()))
+        if status != DONE:
+            run.ok()
+        check_undisturbed(run)
+
+
+for _op, _skip in (("write", 30), ("read", 120), ("fsync", 2)):
+    add_test("a_%s_that_never_completes_is_named_and_ends_the_wait" % _op,
+             lambda t, o=_op, s=_skip: never_answered(t, o, s))
+
+
+@test
+def a_worker_that_cannot_be_killed_ends_the_run_and_gets_no_successor(t):
+    """It sleeps in the kernel, in a system call that the disk never answers: T4, never a second writer."""
+    if not sources_say("launcher", "cannot be killed"):
+        skip("the launcher waits for ever for a worker that SIGKILL does not end")
+    with fuse_disk(os.path.join(t.dir, "disk")) as disk:
+        run = run_on(t, disk, memory={"io_engine": "sync"})
+        run.ok("--run.stop_after_step=2", status=STOPPED)
+        disk.rules({"op": "write", "file": "/slots", "skip": 10, "act": "hang"})
+        with run.start() as live:
+            disk.wait_hit()
+            pid = live.children("io_worker")[0][0]
+            os.kill(pid, signal.SIGKILL)
+            status = live.wait(60)
+            check(status == FAILED, "status %s: %s" % (status, live.output()))
+            check("cannot be killed" in live.output() and str(pid) in live.output(), live.output())
+        disk.release()
+        run.ok()
+        check_undisturbed(run)
+
+
+@test
+def a_run_whose_disk_never_answers_can_be_interrupted(t):
+    """SIGTERM ends the launcher within seconds though a request is in flight for ever; the next start is whole."""
+    with fuse_disk(os.path.join(t.dir, "disk")) as disk:
+        run = run_on(t, disk, memory={"io_engine": "io_uring"})
+        run.ok("--run.stop_after_step=2", status=STOPPED)
+        disk.rules({"op": "write", "file": "/slots", "skip": 30, "act": "hang"})
+        with run.start() as live:
+            disk.wait_hit()
+            live.signal(signal.SIGTERM)
+            equal(live.wait(20), STOPPED, "status: %s" % live.output())
+        disk.release()
+        run.ok()
+        check_undisturbed(run)
+
+
+enter_namespace()
+main()
