@@ -24,6 +24,8 @@ struct engine {
     unsigned n_files;
     uint64_t transfer_bytes_max;
     struct io_request *oldest, *newest;
+    void (*on_wait)(void *context);
+    void *wait_context;
     char notice[ENGINE_NOTICE_BYTES];
     struct engine_file files[ENGINE_FILES_MAX];
 };
@@ -238,8 +240,19 @@ unsigned engine_wait(struct engine *engine, int timeout_ms)
     if (finished > 0 || engine->in_flight == 0)
         return finished;
     struct pollfd waited = {.fd = engine_event_fd(engine), .events = POLLIN};
+    if (engine->on_wait)
+        engine->on_wait(engine->wait_context);
     (void)poll(&waited, 1, timeout_ms); /* whatever it says, the truth is in the queue */
-    return engine_poll(engine);
+    finished = engine_poll(engine);
+    if (engine->on_wait)
+        engine->on_wait(engine->wait_context);
+    return finished;
+}
+
+void engine_on_wait(struct engine *engine, void (*on_wait)(void *context), void *context)
+{
+    engine->on_wait = on_wait;
+    engine->wait_context = context;
 }
 
 static void on_run_done(struct io_request *request, int result)

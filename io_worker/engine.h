@@ -108,6 +108,10 @@ unsigned engine_wait(struct engine *engine, int timeout_ms);
  * `.context` are overwritten. */
 int engine_run(struct engine *engine, struct io_request *request);
 
+/* Called before and after each sleep of engine_wait(): nobody else tells what is waited for there.
+ */
+void engine_on_wait(struct engine *engine, void (*on_wait)(void *context), void *context);
+
 unsigned engine_in_flight(const struct engine *engine);
 
 /* Readable when engine_poll() has something to do. */

@@ -7,6 +7,8 @@
 #include "procs/error.h"
 #include "procs/fault.h"
 
+enum { OLD_REQUEST_NS = 1000000000 }; /* younger ones are of no interest */
+
 /* Begins the export that the launcher has asked for; the version is committed by then. */
 static int take_export_order(struct io *io)
 {
@@ -43,18 +45,17 @@ static int reason(const struct io *io)
     return io->apply_step > complete ? RING_WRITEBACK : WORKER_WAIT_OTHER;
 }
 
-/* The watchdog judges a request by its age: which is the oldest, and since when. Once a second. */
-static void tell_oldest_request(struct io *io)
+/* The watchdog judges a request by its age: which is the oldest, and since when. */
+void io_tell_oldest_request(void *context)
 {
+    struct io *io = context;
     struct worker_control *self = io->w->self;
-    uint64_t now = clock_now_ns();
-    if (!io->engine || now - io->oldest_told_ns < 1000000000u)
-        return;
-    io->oldest_told_ns = now;
     const struct io_request *oldest = engine_oldest(io->engine);
-    if (oldest && now - oldest->submitted_ns > 1000000000u)
+    io->oldest_told_ns = clock_now_ns();
+    int old = oldest && io->oldest_told_ns - oldest->submitted_ns > OLD_REQUEST_NS;
+    if (old)
         engine_request_describe(io->engine, oldest, self->oldest_io, sizeof self->oldest_io);
-    atomic_store_explicit(&self->oldest_io_ns, oldest ? oldest->submitted_ns : 0,
+    atomic_store_explicit(&self->oldest_io_ns, old ? oldest->submitted_ns : 0,
                           memory_order_release);
 }
 
@@ -69,7 +70,8 @@ static int one_turn(struct io *io)
     }
     if (exported < 0)
         rc = exported;
-    tell_oldest_request(io);
+    if (io->engine && clock_now_ns() - io->oldest_told_ns > OLD_REQUEST_NS)
+        io_tell_oldest_request(io);
     if (rc == 0 && exported == 0)
         return worker_pause(io->w, reason(io));
     return rc < 0 ? rc : worker_check(io->w);

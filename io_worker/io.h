@@ -133,6 +133,8 @@ struct io {
 
 /* Until told to leave, or an error; or, in the modes without training, until done. */
 int io_run(struct worker *w);
+/* `io` is a struct io with an engine: what it waits for goes into the control page. */
+void io_tell_oldest_request(void *io);
 
 /* start.c */
 int start_open(struct io *io);

@@ -139,6 +139,7 @@ static int adopt_engine(struct io *io)
     if (register_frames(io) < 0)
         return -(int)error_kind_now();
     io->engine = store_engine(io->store); /* registering opens it anew */
+    engine_on_wait(io->engine, io_tell_oldest_request, io);
     tell(io, store_notice(io->store));
     log_line(LOG_INFO, "I/O engine: %s", engine_name(io->engine));
     return 0;

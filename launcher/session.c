@@ -15,12 +15,13 @@
 
 #include "ipc/worker.h"
 #include "launcher/metrics.h"
+#include "launcher/watchdog.h"
 #include "procs/check.h"
 #include "procs/clock.h"
 #include "procs/error.h"
 #include "procs/fault.h"
 
-enum { SWEEP_AGE_S = 60, SESSION_REAP_S = 120 };
+enum { SWEEP_AGE_S = 60 };
 
 static int has_gpu(const struct plan *plan)
 {
@@ -276,14 +277,16 @@ static int end_children(struct session *s, int grace_ms)
     for (uint32_t i = 0; i < s->n_children; i++)
         if (!child_wait(&s->children[i], left_of(start, grace_ms)))
             child_signal(&s->children[i], SIGKILL);
-    for (uint32_t i = 0; i < s->n_children; i++)
-        if (!child_wait(&s->children[i], left_of(start, SESSION_REAP_S * 1000)))
+    for (uint32_t i = 0; i < s->n_children; i++) {
+        uint64_t killed = s->children[i].kill_ns ? s->children[i].kill_ns : start;
+        if (!child_wait(&s->children[i], left_of(killed, (int)(watchdog_reap_s() * 1e3))))
             stuck = &s->children[i];
+    }
     if (!stuck)
         return 0;
     worker_name(name, stuck->role, stuck->index);
-    (void)error_set(ERROR_FAILED, "%s (pid %d) cannot be killed; nothing is started beside it",
-                    name, (int)stuck->pid);
+    (void)error_set(ERROR_FAILED, "%s (pid %d) cannot be killed; nothing is started beside it%s%s",
+                    name, (int)stuck->pid, stuck->verdict[0] ? ": " : "", stuck->verdict);
     return error_hint("when that process is gone (its device may be stuck: dmesg), start again to "
                       "resume");
 }

@@ -190,6 +190,7 @@ static int restart_one(struct launcher *l, const struct supervisor_job *job)
 {
     if (!restart_goes_on(l))
         return 0;
+    progress_startup(l->progress, l->session.io); /* the fence may take minutes */
     int rc = restart_turn(l);
     if (rc <= 0)
         return rc < 0 ? rc : 1;

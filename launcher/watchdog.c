@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "ipc/worker.h"
+#include "launcher/progress.h"
 #include "launcher/session.h"
 #include "procs/clock.h"
 #include "procs/error.h"
@@ -68,9 +69,11 @@ static int is_overdue(const struct launcher *l, struct child *child, uint64_t no
     double deadline = watchdog_deadline_s(control, (enum worker_operation)operation);
     double io_deadline = wanted > 0.0 ? wanted : WATCHDOG_REQUEST_S;
     if (silence > deadline) {
+        int waits = child->role == ROLE_IO && request != 0;
         (void)snprintf(child->verdict, sizeof child->verdict,
-                       "no heartbeat for %.1f s (limit %.1f s) while %s", silence, deadline,
-                       operation_texts[operation]);
+                       "no heartbeat for %.1f s (limit %.1f s) while %s%s%s", silence, deadline,
+                       operation_texts[operation], waits ? "; it waits for " : "",
+                       waits ? control->oldest_io : "");
         return 1;
     }
     if (child->role != ROLE_IO || request == 0 || !session_introduced(l, child) ||
@@ -82,16 +85,27 @@ static int is_overdue(const struct launcher *l, struct child *child, uint64_t no
     return 1;
 }
 
+/* In tests that shorten the deadlines this one is shorter too. */
+double watchdog_reap_s(void)
+{
+    double wanted = silence_s();
+    return wanted > 0.0 ? 5.0 * wanted : WATCHDOG_REAP_S;
+}
+
+/* Told when it is done, not only at the funeral: what sleeps in the kernel may take its time. */
 static int end(const struct launcher *l, struct child *child, uint64_t now)
 {
     char name[MESSAGE_PEER_BYTES];
     if (child->abort_ns == 0) {
         child->abort_ns = now;
+        worker_name(name, child->role, child->index);
+        progress_warn(l->progress, "%s (pid %d) is ended: %s", name, (int)child->pid,
+                      child->verdict);
         child_signal(child, SIGABRT);
     } else if (child->kill_ns == 0 && seconds_between(child->abort_ns, now) > WATCHDOG_ABORT_S) {
         child->kill_ns = now;
         child_signal(child, SIGKILL);
-    } else if (child->kill_ns && seconds_between(child->kill_ns, now) > WATCHDOG_REAP_S) {
+    } else if (child->kill_ns && seconds_between(child->kill_ns, now) > watchdog_reap_s()) {
         worker_name(name, child->role, child->index);
         (void)error_set(ERROR_FAILED,
                         "%s (pid %d) cannot be killed; nothing is started beside it: %s", name,

@@ -29,6 +29,9 @@ enum {
  * cannot be killed. MTLAUNCH_SILENCE_S replaces all floors, for tests. */
 int watchdog_look(struct launcher *l);
 
+/* How long after SIGKILL a worker may still be there. */
+double watchdog_reap_s(void);
+
 /* Seconds that `operation` of this worker may take from beat to beat. */
 double watchdog_deadline_s(const struct worker_control *control, enum worker_operation operation);
 

@@ -12,7 +12,7 @@ the disk as it would be had the power failed at any moment.
     ("unlink", parent, name)                        ("rename", parent, name, new_parent, new_name)
     ("size", inode, bytes)                          ("write", inode, offset, data, dsync)
     ("fsync", inode)                                ("fsyncdir", inode)
-    ("mark", text)
+    ("read", inode, offset, bytes)                  ("mark", text)
 
 Commands arrive as JSON lines on standard input, each is answered by one JSON line on standard
 output; {"do": "rules", "rules": [...]} replaces the rules. A rule:
@@ -219,6 +219,7 @@ class Server:
 
     def on_read(self, node, body):
         _, offset, size = struct.unpack_from("<QQI", body)
+        self.write_log("read", node, offset, size)
         return bytes(self.inodes[node].data[offset:offset + size])
 
     def on_write(self, node, body, keep=None):
