@@ -14,13 +14,13 @@ import os
 import re
 import struct
 import subprocess
-import shutil
 
 from harness import check
 from helpers import program
 
 SECTOR = 512
 RECORD_MAGIC = struct.pack("<Q", 0x3144524f43454d4d)
+RECORD_STEP_AT = 112  # struct commit_record: facts.step
 HONEST, LYING = "honest", "lying"  # a lying drive answers a flush and does nothing
 
 
@@ -257,7 +257,7 @@ def record_step(event):
     """The step that this write commits, or None: a record is one 4 KiB write with a magic number."""
     if event[0] != "write" or len(event[3]) != 4096 or event[3][:8] != RECORD_MAGIC:
         return None
-    return struct.unpack_from("<Q", event[3], 48)[0]  # its sequence number: the step, as nothing fell back
+    return struct.unpack_from("<Q", event[3], RECORD_STEP_AT)[0]
 
 
 class Recovery:
@@ -356,13 +356,19 @@ class Expected:
         return None
 
 
-def sweep(events, recovery, expected, rng, repeats=1, drive=HONEST, keep_image=None):
-    """Every prefix of the events in every variant. Returns counts and the violations.
+def changes(events):
+    return [e for e in events if e[0] not in ("read", "mark")]
+
+
+def sweep(events, recovery, expected, rng, repeats=1, drive=HONEST, keep_image=None, first=0):
+    """Every prefix of the events from the `first` on, in every variant. Returns counts and the violations.
 
     keep_image(number, image, found) sees each image that stands."""
-    events = [e for e in events if e[0] not in ("read", "mark")]  # they change nothing
+    events = changes(events)
     disk = Disk(drive)
-    counts = {"events": len(events), "writes": 0, "flushes": 0, "images": 0}
+    for event in events[:first]:
+        disk.play(event)
+    counts = {"events": len(events) - first, "writes": 0, "flushes": 0, "images": 0}
     violations = []
 
     def judge(number, name, image):
@@ -374,7 +380,7 @@ def sweep(events, recovery, expected, rng, repeats=1, drive=HONEST, keep_image=N
         elif keep_image:
             keep_image(number, image, found)
 
-    for number, event in enumerate(events, 1):
+    for number, event in list(enumerate(events, 1))[first:]:
         torn = torn_in_flight(disk, event, rng)
         step = record_step(event)
         if torn:
@@ -395,14 +401,16 @@ def describe(event):
 
 
 def restore(image, directory):
-    """The whole image as files."""
-    shutil.rmtree(directory, ignore_errors=True)
-    os.makedirs(directory)
-    for path, content in image.items():
+    """The whole image as files below the directory, durable."""
+    for path, content in sorted(image.items()):
         whole = os.path.join(directory, path)
-        if content is None:
-            os.makedirs(whole, exist_ok=True)
-        else:
-            os.makedirs(os.path.dirname(whole), exist_ok=True)
+        os.makedirs(whole if content is None else os.path.dirname(whole), exist_ok=True)
+        if content is not None:
             with open(whole, "wb") as f:
                 f.write(content)
+                f.flush()
+                os.fsync(f.fileno())
+    for folder, _, _ in os.walk(directory):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        os.fsync(fd)
+        os.close(fd)

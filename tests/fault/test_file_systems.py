@@ -17,7 +17,7 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from harness import *
-from mounts import enter_namespace, fill, mounted, need_mounts, run_or_skip
+from mounts import enter_namespace, fill, loop_device, mounted, need_mounts, run_or_skip
 
 STEPS = 12
 
@@ -299,6 +299,35 @@ def store_flags(live):
 for _sector in (512, 4096):
     add_test("direct_io_on_sectors_of_%d_bytes_gives_the_same_bits" % _sector,
              lambda t, s=_sector: direct_on(t, s))
+
+
+def io_tests_on(t, mount):
+    """C01, C03, C04: the C tests of engine and store with their /tmp on this file system."""
+    build = os.path.dirname(os.path.dirname(os.path.realpath(MTLAUNCH)))
+    programs = [os.path.join(build, "tests", "io", name) for name in ("test_engine", "test_store")]
+    made = subprocess.run(["make", "--no-print-directory"] + [os.path.relpath(p, ROOT) for p in programs], cwd=ROOT,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    check(made.returncode == 0, made.stdout[-3000:])
+    for program in programs:
+        done = subprocess.run(["unshare", "-m", "--propagation", "private", "sh", "-c", mount + ' && exec "$0"', program],
+                              cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+        check(done.returncode == 0, "%s: %s" % (os.path.basename(program), done.stdout[-3000:]))
+
+
+for _sector in (512, 4096):
+    def _io_tests(t, sector=_sector):
+        need_mounts()
+        with loop_device(os.path.join(t.dir, "image"), 256 << 20, sector) as device:
+            run_or_skip("mkfs.ext4", "-q", "-F", device)
+            io_tests_on(t, "mount %s /tmp" % device)
+    add_test("engine_and_store_on_sectors_of_%d_bytes" % _sector, _io_tests)
+
+
+@test
+def engine_and_store_on_tmpfs(t):
+    """C04"""
+    need_mounts()
+    io_tests_on(t, "mount -t tmpfs none /tmp")
 
 
 @test

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The power fails at every moment of a run: what is on the disk then recovers to the undisturbed bits.
+"""The power fails at every moment of a run: what is on the disk then recovers to the undisturbed bits (C28).
 
 A short run lives, run directory and store, on a FUSE file system that logs every write, flush and name
 in order. From the log the disk is built as it may be found after each event (power_cut.py), and
@@ -126,11 +126,31 @@ class Recorded:
 
     def resume(self, image):
         """The image as a real directory, and the run started again on it."""
+        shutil.rmtree(self.mount, ignore_errors=True)
         power_cut.restore(image, self.mount)
         self.run.ok()
         self.run.check_steps(STEPS)
         equal(self.run.hashes(), {k: v for k, v in self.hashes.items() if k}, "state hashes after resuming")
         equal(self.run.digest(), self.digest, "digest after resuming")
+
+
+    def resume_recorded(self, t, where, image, step):
+        """The same on a disk that logs again: where the power may fail once more. Returns counts, violations."""
+        shutil.rmtree(self.mount, ignore_errors=True)
+        with fuse_disk(self.mount, os.path.join(self.directory, "log-again")) as disk:
+            power_cut.restore(image, self.mount)
+            first = len(power_cut.changes(disk.log()))
+            self.run.ok()
+            self.run.check_steps(STEPS)
+            equal(self.run.digest(), self.digest, "digest after resuming")
+            events = disk.log()
+        recovery = self.recovery(where)
+        expected = power_cut.Expected(self.hashes, self.run_id)
+        expected.durable = expected.newest = step
+        try:
+            return power_cut.sweep(events, recovery, expected, t.rng, first=first)
+        finally:
+            recovery.close()
 
 
 def check_sweep(t, counts, violations):
@@ -176,6 +196,24 @@ def the_power_fails_in_a_run_that_was_stopped_and_resumed_on_two_directories_in_
 @test
 def the_power_fails_with_two_slots_per_page(t):
     every_prefix(t, 4, 1, memory={"verify_writes": False})
+
+
+@test
+def the_power_fails_where_only_every_other_step_is_committed(t):
+    """memory.durability: found is the newest commit, never a step between two."""
+    every_prefix(t, 4, 1, memory={"durability": 2})
+
+
+@test
+def the_power_fails_again_while_the_run_resumes(t):
+    """Three disks as a power cut left them in mid-run: the same again for every moment of what follows."""
+    recorded, found = Recorded(t, "recorded"), []
+    with mounted(os.path.join(t.dir, "memory"), 256 << 20) as where:
+        recorded.sweep(t, where, keep_image=lambda number, image, what: found.append((image, what[1]))
+                       if what[0] == "commit" and 0 < what[1] < STEPS and t.rng.random() < 0.05 else None)
+        for image, step in t.rng.sample(found, min(3, len(found))):
+            counts, violations = recorded.resume_recorded(t, where, image, step)
+            check_sweep(t, counts, violations)
 
 
 @test
