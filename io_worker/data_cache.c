@@ -118,8 +118,8 @@ void data_cache_renew(const char *path, struct data_cache_header *header)
 static int write_error(const struct data_cache_writer *w, const char *what)
 {
     int full = errno == ENOSPC || errno == EDQUOT;
-    int rc = error_set(full ? ERROR_FIT : folder_error_kind(errno), "%s: %s: %s", w->temporary, what,
-                       strerror(errno));
+    int rc = error_set(full ? ERROR_FIT : folder_error_kind(errno), "%s: %s: %s", w->temporary,
+                       what, strerror(errno));
     if (full)
         rc = error_hint("free some space, or set data.cache_dir to a larger file system");
     return rc;

@@ -8,11 +8,15 @@
  * that cannot be read or verified is the store's damage, not the export's, and an error as anywhere
  * else.
  */
+#include <errno.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/statvfs.h>
 
 #include "io_worker/io.h"
+#include "model/config_dtype.h"
 #include "procs/error.h"
 #include "procs/fault.h"
 #include "procs/log.h"
@@ -26,6 +30,38 @@ int exporter_open(struct io *io)
                          (unsigned long long)layout.bytes);
     io->exporter.pinned = calloc(io->layout->n_pages, sizeof *io->exporter.pinned);
     return io->exporter.pinned ? 0 : error_set(ERROR_FAILED, "out of memory");
+}
+
+/* statvfs of the folder, or of what there is of the way to it. */
+static int free_bytes_at(const char *folder, uint64_t *bytes)
+{
+    struct statvfs fs;
+    char path[PATH_MAX], *slash;
+    (void)snprintf(path, sizeof path, "%s", folder);
+    while (statvfs(path, &fs) < 0) {
+        slash = strrchr(path, '/');
+        if (errno != ENOENT || slash == NULL || slash == path)
+            return -1;
+        *slash = '\0';
+    }
+    *bytes = (uint64_t)fs.f_bavail * fs.f_frsize;
+    return 0;
+}
+
+void exporter_tell_space(struct io *io)
+{
+    const char *folder = plan_text_get(io->plan, io->plan->checkpoint.export_dir);
+    int32_t dtype = io->plan->checkpoint.export_dtype;
+    if (dtype == EXPORT_DTYPE_AUTO)
+        dtype = (int32_t)io->layout->config.source_dtype;
+    uint64_t need = io->layout->parameters * model_dtype_bytes((enum model_dtype)dtype), have = 0;
+    size_t used = strlen(io->w->self->message);
+    if (io->plan->mode != PLAN_TRAIN || free_bytes_at(folder, &have) < 0 || have >= need)
+        return;
+    (void)snprintf(io->w->self->message + used, sizeof io->w->self->message - used,
+                   "warning: an export takes about %llu bytes, %llu are free in %s; without more "
+                   "space the run trains to its end and ends without its export\n",
+                   (unsigned long long)need, (unsigned long long)have, folder);
 }
 
 void exporter_close(struct io *io)

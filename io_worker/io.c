@@ -125,6 +125,7 @@ static int run_mode(struct io *io)
         return start_validate(io);
     if ((rc = start_weights(io)) < 0)
         return rc;
+    exporter_tell_space(io);
     return serve(io);
 }
 

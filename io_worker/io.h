@@ -186,6 +186,8 @@ int read_back_turn(struct io *io);
 /* exporter.c */
 int exporter_open(struct io *io);
 void exporter_close(struct io *io);
+/* The store exists: a word to the user at READY if no export would fit. */
+void exporter_tell_space(struct io *io);
 /* Starts exporting the version of `step` into `out`: that of the newest commit, or of the anchor.
  */
 int exporter_begin(struct io *io, const char *out, uint64_t step);
