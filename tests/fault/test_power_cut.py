@@ -58,7 +58,7 @@ def text_with_z(path, at):
 class Recorded:
     """A run on a logging disk: its file, its log, what an undisturbed run says."""
 
-    def __init__(self, t, name, stores=("run/store",), stops=(), **changes):
+    def __init__(self, t, name, stores=("run/store",), stops=(), fault=None, **changes):
         self.directory = os.path.join(t.dir, name)
         self.mount = os.path.join(self.directory, "disk")
         os.makedirs(self.mount)
@@ -79,7 +79,11 @@ class Recorded:
         with fuse_disk(self.mount, os.path.join(self.directory, "log")) as disk:
             for stop in stops:
                 self.run.ok("--run.stop_after_step=%d" % stop, status=STOPPED)
-            self.run.ok()
+            env, once = {}, os.path.join(self.directory, "once")
+            if fault:
+                env = {"MTLAUNCH_FAULT": fault, "MTLAUNCH_FAULT_ONCE": once}
+            self.run.ok(env=env)
+            check(not fault or os.path.exists(once), "%s was never reached" % fault)
             self.run.check_steps(STEPS)
             self.hashes, self.digest = self.run.hashes(), self.run.digest()
             equal([s["step"] for s in self.run.step_lines() if s["skipped"]], [3], "skipped steps")
@@ -202,6 +206,23 @@ def the_power_fails_with_two_slots_per_page(t):
 def the_power_fails_where_only_every_other_step_is_committed(t):
     """memory.durability: found is the newest commit, never a step between two."""
     every_prefix(t, 4, 1, memory={"durability": 2})
+
+
+DEATHS = ("io_before_flush:kill:3", "io_after_flush:kill:3", "io_before_table:kill:4", "io_before_record:kill:3",
+          "io_after_record:kill:4", "opt_mid_apply:kill:20", "opt_after_norm:kill:5")
+
+
+@test
+def the_power_fails_in_a_run_whose_workers_die(t):
+    """What a dead io_worker had written and not flushed, its successor must flush before it commits it."""
+    reference = Recorded(t, "undisturbed")
+    for death in DEATHS if REPEATS else t.rng.sample(DEATHS[:5], 1) + t.rng.sample(DEATHS[5:], 1):
+        recorded = Recorded(t, death.split(":")[0], fault=death)
+        equal(recorded.hashes, {k: v for k, v in reference.hashes.items() if k}, "state hashes with %s" % death)
+        with mounted(os.path.join(t.dir, "memory"), 256 << 20) as where:
+            counts, violations = recorded.sweep(t, where, repeats=REPEATS or 1)
+        t.note(death)
+        check_sweep(t, counts, violations)
 
 
 @test
