@@ -180,10 +180,14 @@ int run_lock_write(int fd, const struct run_lock_text *text)
     char bytes[RUN_LOCK_TEXT_BYTES];
     int n = snprintf(bytes, sizeof bytes, "%s\n%s\n%d\n%s\n", text->endpoint, text->token,
                      text->pid, text->path);
-    /* written over the old one, which has its space: a full disk refuses no restart */
-    if (pwrite(fd, bytes, (size_t)n, 0) != n || ftruncate(fd, n) < 0)
-        return error_set(ERROR_FAILED, "run.lock: %s", strerror(errno));
-    return 0;
+    ssize_t wrote = pwrite(fd, bytes, (size_t)n, 0); /* over the old one, which has its space */
+    int failure = wrote < 0 ? errno : wrote < n ? ENOSPC : ftruncate(fd, n) < 0 ? errno : 0;
+    if (failure == 0)
+        return 0;
+    (void)!ftruncate(fd, 0); /* no text is better than a part of one */
+    return failure == ENOSPC || failure == EDQUOT
+               ? 0
+               : error_set(ERROR_FAILED, "run.lock: %s", strerror(failure));
 }
 
 void run_lock_clear(int fd)

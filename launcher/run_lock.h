@@ -38,7 +38,8 @@ enum run_lock_how {
 int run_lock_take(const char *directory, const char *what, enum run_lock_how how, int *fd,
                   int *created);
 
-/* Says who holds it: replaces the text. */
+/* Says who holds it: replaces the text. On a full disk there is none, which costs `mtlaunch stop`
+ * and a name in a message, and no start. */
 int run_lock_write(int fd, const struct run_lock_text *text);
 
 /* Takes the text away; the lock goes with the descriptor. */

@@ -17,7 +17,7 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-ROUNDS, REPEATS, RESUMES = 3, 8, 30
+ROUNDS, REPEATS, RESUMES = 3, 5, 20
 COUNTS = ("events", "writes", "flushes", "images", "resumed", "violations")
 
 

@@ -212,10 +212,11 @@ def killed_runs_leave_nothing_and_touch_no_neighbour(t):
             other.wait_committed(1)
             level, names = used(), set(os.listdir(SHM))
             run = shm_run(t.dir, training={"steps": 100000})
-            for _ in range(20):
+            for i in range(20):
                 with run.start() as live:
-                    moment = t.rng.random() * 0.4
-                    time.sleep(moment)
+                    if i % 2:  # in training; else at any moment of the start
+                        live.wait_committed(max(run.steps()[-1:] + [0]) + 1)
+                    time.sleep(t.rng.random() * (0.1 if i % 2 else 0.4))
                     pids = [live.pid] + [pid for pid, _ in live.children()]
                     t.rng.shuffle(pids)
                     for pid in pids:
@@ -228,7 +229,7 @@ def killed_runs_leave_nothing_and_touch_no_neighbour(t):
             equal(other.wait(20), STOPPED, "status of the neighbour: %s" % other.output())
         equal(neighbour.events("worker_exit"), [], "deaths in the neighbour")
         equal(used(), 0, "bytes left in /dev/shm")
-        last = max(run.steps()[-1], 1)
+        last = run.steps()[-1]
         run.ok("--training.steps=%d" % (last + 2))
     run.check_steps(last + 2)
     common = {step: h for step, h in neighbour.hashes().items() if step <= last + 2}
