@@ -109,7 +109,7 @@ static void relay(struct launcher *l)
             atomic_store(&l->orders->begin_step, 1);
         if (m.type != MESSAGE_DOORBELL || !l->relays)
             continue;
-        (void)snprintf(to, sizeof to, "%.63s", m.text);
+        (void)snprintf(to, sizeof to, "%.50s#%d", m.text, FIXTURE_GENERATION);
         m.type = MESSAGE_WAKE;
         (void)endpoint_send(l->endpoint, to, &m);
     }
@@ -401,8 +401,8 @@ static void workers_introduce_themselves_and_leave_when_told(void **state)
         assert_int_equal(c->role, i < 2 ? ROLE_IO + i : ROLE_OPT);
         assert_int_equal(c->index, i < 2 ? 0 : i - 2);
         assert_int_equal(c->pid, pids[i]);
-        assert_int_equal(c->generation, FIXTURE_GENERATION);
-        assert_int_equal(atomic_load(&c->ready), 1);
+        assert_int_equal(c->incarnation, FIXTURE_GENERATION);
+        assert_int_equal(atomic_load(&c->ready), FIXTURE_GENERATION);
     }
     atomic_store(&l.orders->stopping, 1); /* without a message: they look within 100 ms */
     uint64_t start = clock_now_ns();
