@@ -153,8 +153,15 @@ static int collect_returns(struct gpu *g)
     struct ring_descriptor d;
     for (uint32_t i = 0; i < g->w->plan->opt_workers; i++) {
         int rc;
-        while ((rc = ring_consume(&g->gradient_return[i], &d)) == 1)
+        uint64_t frames = g->w->plan->pools[REGION_GRADIENT_POOL].frames;
+        while ((rc = ring_consume(&g->gradient_return[i], &d)) == 1) {
+            if (d.frame >= frames || g->n_free == frames)
+                return error_set(ERROR_DAMAGED,
+                                 "ring GRADIENT_RETURN of opt_worker %u: frame %u of "
+                                 "%llu was not lent",
+                                 i, d.frame, (unsigned long long)frames);
             g->free_frames[g->n_free++] = d.frame;
+        }
         if (rc < 0)
             return error_wrap("ring GRADIENT_RETURN of opt_worker %u", i);
     }

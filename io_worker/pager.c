@@ -40,6 +40,13 @@ static uint64_t page_of(const struct io *io, uint32_t lane, uint64_t rank)
     return rank * io->plan->opt_workers + lane;
 }
 
+/* A borrower gives back only what it has: anything else would be lent twice from then on. */
+static int not_lent(const char *ring, uint64_t what)
+{
+    return error_set(ERROR_DAMAGED, "ring %s: %llu came back and was not lent", ring,
+                     (unsigned long long)what);
+}
+
 /* -- MICROBATCH -- */
 
 static int fill_microbatch(struct io *io, enum data_set set, uint64_t first, uint64_t count,
@@ -123,8 +130,12 @@ static int feed(struct io *io)
 {
     struct ring_descriptor d;
     int rc, done = 0;
-    while ((rc = ring_consume(&io->microbatch_return, &d)) == 1)
+    uint64_t frames = io->plan->pools[REGION_MICROBATCH_POOL].frames;
+    while ((rc = ring_consume(&io->microbatch_return, &d)) == 1) {
+        if (d.frame >= frames || io->n_free_microbatches == frames)
+            return not_lent("MICROBATCH_RETURN", d.frame);
         io->free_microbatches[io->n_free_microbatches++] = d.frame;
+    }
     if (rc < 0 || !io->data)
         return rc;
     if (io->plan->mode == PLAN_TRAIN && (rc = feed_training(io)) != 0)
@@ -213,6 +224,8 @@ static int take_weights_back(struct io *io)
     struct ring_descriptor d;
     int rc;
     while ((rc = ring_consume(&io->weights_return, &d)) == 1) {
+        if (d.page >= io->layout->n_pages || io->weights_lent[d.page] == 0)
+            return not_lent("WEIGHTS_RETURN", d.page);
         io->weights_lent[d.page]--;
         io->n_lent--;
     }
@@ -453,6 +466,8 @@ static int write_back(struct io *io, uint32_t l, const struct ring_descriptor *d
         return error_set(ERROR_DAMAGED, "ring WRITEBACK: page %llu of step %llu in step %llu",
                          (unsigned long long)d->page, (unsigned long long)d->step,
                          (unsigned long long)io->apply_step);
+    if (io->tables.forming[d->page].version == d->step)
+        return not_lent("WRITEBACK", d->page); /* its new version is here already */
     if (page_image_verify_header(image, &layout, &identity) < 0)
         return error_wrap("ring WRITEBACK, page %llu of step %llu", (unsigned long long)d->page,
                           (unsigned long long)d->step);
@@ -501,6 +516,8 @@ static int take_writebacks(struct io *io, uint32_t l)
            (rc = ring_consume(&lane->state_return, &d)) == 1) {
         if (check_owner(io, l, &d) < 0)
             return -(int)error_kind_now();
+        if (lane->n_free_in == lane->frames_max || lane->n_again == lane->frames_max)
+            return not_lent("STATE_RETURN", d.frame);
         take_state_back(io, lane, &d);
         done++;
     }
