@@ -69,6 +69,7 @@ def two_directories_on_one_small_disk_count_once(t):
 
 @test
 def shared_memory_too_small_is_refused(t):
+    """C14"""
     run = disk_run(t.dir)
     with mounted("/dev/shm", 1 << 20):
         check_does_not_fit(run, r"/dev/shm: need \d+ bytes", r"have \d+", "enlarge it")
@@ -100,6 +101,7 @@ def a_ram_budget_without_room_for_the_device_is_refused(t):
 
 @test
 def tmpfs_without_direct_io_gives_the_same_bits(t):
+    """C04"""
     with mounted(os.path.join(t.dir, "memory"), 64 << 20) as memory:
         run = disk_run(t.dir, memory={"offload_dir": [os.path.join(memory, "store")]})
         check_said(run.ok(), "tmpfs: buffered")
@@ -136,6 +138,7 @@ def forbid_io_uring():
 
 @test
 def a_forbidden_io_uring_is_said_and_changes_no_bit(t):
+    """C09"""
     run = disk_run(t.dir)
     result = mtlaunch(run.file, preexec=forbid_io_uring, status=DONE)
     check_said(result, "io_uring is not available here: Operation not permitted", "sync I/O engine")
@@ -153,6 +156,7 @@ def no_locked_memory():
 
 @test
 def a_memlock_limit_of_nothing_changes_no_bit(t):
+    """C09"""
     run = disk_run(t.dir)
     result = mtlaunch(run.file, preexec=no_locked_memory, status=DONE)
     check_said(result, "memlock limit|sync I/O engine")
@@ -194,11 +198,13 @@ def overwrite(path, offset, data):
 
 @test
 def a_truncated_slots_file_is_named(t):
+    """C02"""
     damaged(t, "run", truncate_slots, FAILED, [r"store/slots: size: expected \d+ bytes, found \d+"])
 
 
 @test
 def a_slots_file_truncated_to_nothing_is_named(t):
+    """C02"""
     damaged(t, "run", lambda run: os.truncate(os.path.join(store_of(run), "slots"), 0), FAILED,
             [r"store/slots: size: expected \d+ bytes, found 0"])
 
@@ -219,6 +225,7 @@ def a_commit_file_of_garbage_is_named(t):
 
 @test
 def a_truncated_commit_file_is_named(t):
+    """C02"""
     damaged(t, "run", lambda run: os.truncate(os.path.join(store_of(run), "commit"), 4096), FAILED,
             [r"store/commit: size: expected \d+ bytes, found 4096"])
 

@@ -38,6 +38,7 @@ def same_run(run, other):
 
 @test
 def moments_position_and_learning_rate_go_on(t):
+    """C27"""
     schedule = {"lr_scheduler": {"type": "linear", "warmup_steps": 2, "min_lr_ratio": 0.0}}
     run = stopped(t, 4, **schedule)
     run.ok()
