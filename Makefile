@@ -76,6 +76,39 @@ $(BUILD)/tests/$(1)/%: $(BUILD)/tests/$(1)/%.c.o $(foreach f,$(test_folders_$(1)
 endef
 $(foreach k,unit ring io numeric,$(eval $(call test_rules,$(k))))
 
+# ---- the simulator: the control code a second time, over simulated edges (tests/sim) ----
+
+SIM_PRODUCT := procs/fault.c $(addprefix ipc/,message.c page_image.c plan.c ring.c segment.c topology.c worker.c) \
+    $(addprefix model/,layout.c split.c tokenizer_bytes.c visits.c) \
+    $(addprefix io_worker/,commit.c engine.c engine_sync.c exporter.c folder.c io.c main.c pager.c read_back.c slots.c \
+        start.c store.c store_scan.c) \
+    $(addprefix gpu_worker/,buffers.c evaluate.c main.c schedule.c) $(wildcard opt_worker/*.c) \
+    $(addprefix launcher/,child.c coordinator.c metrics.c run_dir.c schedule.c session.c supervisor.c)
+SIM_HEADERS := $(wildcard $(addsuffix /*.h,$(FOLDERS)))
+SIM_COPIES  := $(addprefix build/sim/src/,$(SIM_PRODUCT) $(SIM_HEADERS))
+SIM_FLAGS   := -std=gnu11 -g -O2 -ffunction-sections -mavx2 -ffp-contract=off -fno-math-errno -D_GNU_SOURCE -DMTLAUNCH_SIM -DXXH_INLINE_ALL \
+               -Ibuild/sim/src
+# whom the simulator listens to: its own function of that name calls real_...
+SIM_WATCHED_ipc/ring     := ring_publish ring_consume
+SIM_WATCHED_ipc/worker   := worker_check worker_pause worker_ready worker_fact
+SIM_WATCHED_model/layout := model_layout_init model_layout_destroy
+SIM_OBJECTS := $(patsubst tests/sim/%.c,build/sim/tests/%.o,$(wildcard tests/sim/*.c))
+
+build/sim/src/%: % tests/sim/scale.sed
+	@mkdir -p $(@D)
+	sed -f tests/sim/scale.sed $< >$@
+build/sim/product/%.o: build/sim/src/%.c tests/sim/edges.syms $(addprefix build/sim/src/,$(SIM_HEADERS))
+	@mkdir -p $(@D)
+	$(CC) $(SIM_FLAGS) -w -Dmain=$(*D)_main -include tests/sim/fault_point.h -c -o $@ $<
+	objcopy --redefine-syms=tests/sim/edges.syms $(if $(filter launcher/child,$*),--weaken-symbol=child_start) \
+	    $(foreach f,$(SIM_WATCHED_$*),--redefine-sym $(f)=real_$(f)) $@
+build/sim/tests/%.o: tests/sim/%.c $(wildcard tests/sim/*.h) $(addprefix build/sim/src/,$(SIM_HEADERS))
+	@mkdir -p $(@D)
+	$(CC) $(SIM_FLAGS) -I. $(WARN) -Wstrict-prototypes -c -o $@ $<
+build/sim/bin/sim: $(SIM_OBJECTS) $(patsubst %.c,build/sim/product/%.o,$(SIM_PRODUCT))
+	@mkdir -p $(@D)
+	$(CC) -Wl,--gc-sections -o $@ $^ -lmsgpackc -lm
+
 # ---- benchmarks: bench/bench_*.c ----
 
 BENCHES := $(patsubst %.c,$(BUILD)/%,$(wildcard bench/bench_*.c))

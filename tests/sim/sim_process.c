@@ -1,0 +1,362 @@
+/* Descriptors, fork, death, signals, sleeping, shared memory: what the product asks of the kernel beside files. */
+#include "tests/sim/sim.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <time.h>
+
+enum { SEGMENTS_MAX = 24, SEGMENT_BYTES = 512 << 10 };
+
+static unsigned char *segments[SEGMENTS_MAX];
+static int segment_refs[SEGMENTS_MAX];
+
+/* -- descriptors -- */
+
+struct sim_fd *sim_fd_get(int fd)
+{
+    struct sim_process *p = sim_self();
+    return fd >= 3 && fd < SIM_FDS_MAX && p->fds[fd].kind != FD_NONE ? &p->fds[fd] : NULL;
+}
+
+int sim_fd_new(enum sim_fd_kind kind, int object)
+{
+    struct sim_process *p = sim_self();
+    for (int fd = 3; fd < SIM_FDS_MAX; fd++)
+        if (p->fds[fd].kind == FD_NONE) {
+            p->fds[fd] = (struct sim_fd){.kind = kind, .object = object};
+            return fd;
+        }
+    sim_violation("sim: %s has no descriptor left", topology_role_name(p->role));
+    errno = EMFILE;
+    return -1;
+}
+
+static void fd_close(struct sim_fd *f)
+{
+    if (f->kind == FD_FILE)
+        (void)sim_file_close(f->object);
+    if (f->kind == FD_SHARED)
+        segment_refs[f->object]--;
+    f->kind = FD_NONE;
+}
+
+int sim_close(int fd);
+int sim_close(int fd)
+{
+    struct sim_fd *f = sim_fd_get(fd);
+    if (!f) {
+        errno = EBADF;
+        return -1;
+    }
+    fd_close(f);
+    return 0;
+}
+
+static int is_dead(int pid)
+{
+    const struct sim_process *p = sim_find(pid);
+    return !p || p->state == SIM_ZOMBIE;
+}
+
+int sim_fd_readable(struct sim_process *p, int fd)
+{
+    if (fd < 3 || fd >= SIM_FDS_MAX)
+        return 0;
+    const struct sim_fd *f = &p->fds[fd];
+    if (f->kind == FD_PID)
+        return is_dead(f->object);
+    return f->kind == FD_EVENT && sim_disk_readable(0, f->object);
+}
+
+void sim_process_gone(struct sim_process *p)
+{
+    for (int fd = 3; fd < SIM_FDS_MAX; fd++)
+        if (p->fds[fd].kind != FD_NONE)
+            fd_close(&p->fds[fd]);
+}
+
+void sim_process_reset(void)
+{
+    for (int i = 0; i < SEGMENTS_MAX; i++) {
+        if (!segments[i])
+            segments[i] = aligned_alloc(4096, SEGMENT_BYTES);
+        segment_refs[i] = 0;
+    }
+}
+
+/* -- sleeping and the clock -- */
+
+int sim_clock_gettime(clockid_t clock, struct timespec *t);
+int sim_clock_gettime(clockid_t clock, struct timespec *t)
+{
+    (void)clock;
+    t->tv_sec = (time_t)(sim.now_ns / 1000000000u);
+    t->tv_nsec = (long)(sim.now_ns % 1000000000u);
+    return 0;
+}
+
+time_t sim_time(time_t *out);
+time_t sim_time(time_t *out)
+{
+    (void)out;
+    return (time_t)(sim.now_ns / 1000000000u);
+}
+
+int sim_nanosleep(const struct timespec *t, struct timespec *left);
+int sim_nanosleep(const struct timespec *t, struct timespec *left)
+{
+    struct sim_process *p = sim_self();
+    (void)left;
+    p->wake_ns = sim.now_ns + (uint64_t)t->tv_sec * 1000000000u + (uint64_t)t->tv_nsec;
+    sim_sleep();
+    return 0;
+}
+
+int sim_usleep(unsigned us);
+int sim_usleep(unsigned us)
+{
+    struct timespec t = {us / 1000000, (long)(us % 1000000) * 1000};
+    return sim_nanosleep(&t, NULL);
+}
+
+int sim_poll(struct pollfd *fds, nfds_t n, int timeout_ms);
+int sim_poll(struct pollfd *fds, nfds_t n, int timeout_ms)
+{
+    struct sim_process *p = sim_self();
+    int ready = 0;
+    for (nfds_t i = 0; i < n; i++)
+        ready += sim_fd_readable(p, fds[i].fd);
+    if (!ready && timeout_ms != 0) {
+        for (nfds_t i = 0; i < n; i++)
+            p->sleeps_for_fd[p->n_sleeps_for++] = fds[i].fd;
+        p->wake_ns = timeout_ms < 0 ? UINT64_MAX : sim.now_ns + (uint64_t)timeout_ms * 1000000u;
+        sim_sleep();
+    }
+    for (nfds_t i = 0, found = 0; i < n; i++) {
+        fds[i].revents = sim_fd_readable(p, fds[i].fd) ? POLLIN : 0;
+        ready = (int)(found += fds[i].revents != 0);
+    }
+    return ready;
+}
+
+/* -- processes -- */
+
+int io_worker_main(int argc, char **argv);
+int gpu_worker_main(int argc, char **argv);
+int opt_worker_main(int argc, char **argv);
+
+static int worker_entry(struct sim_process *p)
+{
+    p->argv[0] = p->argv_text[0];
+    int (*mains[])(int, char **) = {
+        [ROLE_IO] = io_worker_main, [ROLE_GPU] = gpu_worker_main, [ROLE_OPT] = opt_worker_main};
+    return mains[p->role](p->argc, p->argv);
+}
+
+int child_start(struct child *child, int segment_fd)
+{
+    sim_yield();
+    struct sim_process *p = sim_spawn(child->role, child->index, worker_entry);
+    struct sim_fd *segment = sim_fd_get(segment_fd);
+    p->fds[segment_fd] = *segment;
+    segment_refs[segment->object]++;
+    (void)snprintf(p->argv_text[0], sizeof p->argv_text[0], "%d", segment_fd);
+    (void)snprintf(p->argv_text[1], sizeof p->argv_text[1], "%u", child->index);
+    p->argc = 3;
+    p->argv[1] = p->argv_text[0];
+    p->argv[2] = p->argv_text[1];
+    child->pid = p->pid;
+    child->pid_fd = sim_fd_new(FD_PID, p->pid);
+    child->state = CHILD_RUNNING;
+    child->heartbeat = 0;
+    child->alive_ns = sim.now_ns;
+    return 0;
+}
+
+pid_t sim_waitpid(pid_t pid, int *status, int options);
+pid_t sim_waitpid(pid_t pid, int *status, int options)
+{
+    struct sim_process *p = sim_find(pid);
+    (void)options;
+    if (!p || p->parent != sim_self()->pid) {
+        errno = ECHILD;
+        return -1;
+    }
+    if (p->state != SIM_ZOMBIE)
+        return 0;
+    *status = p->status;
+    p->state = SIM_FREE;
+    return pid;
+}
+
+/* pidfd_send_signal. A signal that ends reaches a stopped process too, if it is SIGKILL. */
+static long send_signal(int pid_fd, int number)
+{
+    const struct sim_fd *f = sim_fd_get(pid_fd);
+    struct sim_process *p = f ? sim_find(f->object) : NULL;
+    if (!p || p->state == SIM_ZOMBIE) {
+        errno = ESRCH;
+        return -1;
+    }
+    if (number == SIGKILL || p->stopped_until_ns <= sim.now_ns)
+        p->doomed_tick = sim.tick + 1;
+    return 0;
+}
+
+long sim_syscall(long number, ...);
+long sim_syscall(long number, ...)
+{
+    va_list args;
+    va_start(args, number);
+    int first = va_arg(args, int), second = va_arg(args, int);
+    va_end(args);
+    if (number == SYS_pidfd_send_signal)
+        return send_signal(first, second);
+    errno = ENOSYS;
+    return -1;
+}
+
+pid_t sim_getpid(void);
+pid_t sim_getpid(void)
+{
+    return sim_self()->pid;
+}
+
+pid_t sim_getppid(void);
+pid_t sim_getppid(void)
+{
+    return sim_self()->parent;
+}
+
+int sim_prctl(int option, ...);
+int sim_prctl(int option, ...)
+{
+    (void)option;
+    return 0;
+}
+
+typedef void handler(int);
+handler *sim_signal(int number, handler *action);
+handler *sim_signal(int number, handler *action)
+{
+    (void)number;
+    (void)action;
+    return NULL;
+}
+
+ssize_t sim_getrandom(void *out, size_t n, unsigned flags);
+ssize_t sim_getrandom(void *out, size_t n, unsigned flags)
+{
+    (void)flags;
+    for (size_t i = 0; i < n; i++)
+        ((unsigned char *)out)[i] = (unsigned char)sim_random();
+    return (ssize_t)n;
+}
+
+_Noreturn void sim_abort(void);
+
+_Noreturn void check_failed(const char *file, int line, const char *function, const char *condition)
+{
+    struct sim_process *p = sim_self();
+    if (p && p->panic)
+        (void)snprintf(p->panic, p->panic_bytes, "CHECK(%s) failed", condition);
+    sim_violation("%s:%d: %s: CHECK(%s) failed in %s", file, line, function, condition,
+                  p ? topology_role_name(p->role) : "sim");
+    if (!p)
+        abort();
+    sim_abort();
+}
+
+void check_set_panic_buffer(char *buffer, size_t bytes)
+{
+    sim_self()->panic = buffer;
+    sim_self()->panic_bytes = bytes;
+}
+
+/* -- shared memory -- */
+
+unsigned char *sim_segment_bytes(int object, uint64_t *bytes)
+{
+    *bytes = SEGMENT_BYTES;
+    return segments[object];
+}
+
+int sim_shm_open(const char *name, int flags, mode_t mode);
+int sim_shm_open(const char *name, int flags, mode_t mode)
+{
+    (void)name;
+    (void)flags;
+    (void)mode;
+    for (int i = 0; i < SEGMENTS_MAX; i++)
+        if (segment_refs[i] == 0 && !sim_segment_busy(segments[i], SEGMENT_BYTES)) {
+            segment_refs[i] = 1;
+            sim_on_session();
+            return sim_fd_new(FD_SHARED, i);
+        }
+    sim_violation("sim: more than %d segments", SEGMENTS_MAX);
+    errno = ENOMEM;
+    return -1;
+}
+
+void *sim_mmap(void *at, size_t bytes, int protection, int flags, int fd, off_t offset);
+void *sim_mmap(void *at, size_t bytes, int protection, int flags, int fd, off_t offset)
+{
+    const struct sim_fd *f = sim_fd_get(fd);
+    (void)at;
+    (void)bytes;
+    (void)protection;
+    (void)flags;
+    return f && f->kind == FD_SHARED ? segments[f->object] + offset : MAP_FAILED;
+}
+
+/* -- what is there and does nothing -- */
+
+int sim_munmap(void *p, size_t n);
+int sim_munmap(void *p, size_t n)
+{
+    (void)p;
+    (void)n;
+    return 0;
+}
+int sim_madvise(void *p, size_t n, int advice);
+int sim_madvise(void *p, size_t n, int advice)
+{
+    (void)p;
+    (void)n;
+    (void)advice;
+    return 0;
+}
+int sim_shm_unlink(const char *name);
+int sim_shm_unlink(const char *name)
+{
+    (void)name;
+    return 0;
+}
+char *sim_mkdtemp(char *template);
+char *sim_mkdtemp(char *template)
+{
+    size_t n = strlen(template);
+    (void)snprintf(template + n - 6, 7, "%06llx", (unsigned long long)(sim_random() & 0xffffff));
+    return template;
+}
+DIR *sim_opendir(const char *path);
+DIR *sim_opendir(const char *path)
+{
+    (void)path;
+    return NULL;
+}
+int sim_rmdir(const char *path);
+int sim_rmdir(const char *path)
+{
+    (void)path;
+    return 0;
+}

@@ -1,0 +1,500 @@
+/*
+ * One schedule: what happens to the run, and the oracle.
+ *
+ * The oracle. At every commit that io_worker announces, and at every resume, the state hash is that
+ * of the undisturbed run at that step. No announced commit is lost, except that a write which the
+ * disk lost, misplaced or let rot may cost one. Every export and every evaluation is that of the
+ * undisturbed run. At the end every step has one line in metrics.jsonl. The run ends, within a
+ * bounded number of ticks, done, or with a stop that the injected faults account for; and after such
+ * a stop, with the faults gone, a new start completes it.
+ */
+#include "tests/sim/sim.h"
+
+#include "launcher/coordinator.h"
+#include "launcher/metrics.h"
+#include "launcher/run_dir.h"
+#include "launcher/step_line.h"
+#include "launcher/supervisor.h"
+
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { EVENTS_MAX = 16, TICKS_MAX = 400000, LAUNCHERS_MAX = 24, STATUS_KILLED = -1 };
+
+enum event_kind { EVENT_KILL, EVENT_KILL_LAUNCHER, EVENT_STOP, EVENT_POWER, EVENT_SECOND_LAUNCHER };
+
+struct event {
+    uint64_t at; /* yields */
+    enum event_kind kind;
+};
+
+struct golden golden;
+
+/* The schedule under way. */
+static struct {
+    int is_golden, snapshot;
+    struct event events[EVENTS_MAX];
+    unsigned n_events, echoes; /* echoes: faults that follow faults, still to be drawn */
+    int launcher, status;      /* pid; how the newest one ended */
+    uint64_t committed;        /* newest commit known */
+    int any_commit;
+    int corrupted_seen;        /* of disk.corrupted, what a step back has been granted for */
+    unsigned deaths;           /* injected since the newest commit */
+    unsigned disturbances;     /* of any kind */
+    int healed;                /* a stop was reached: the rest runs without faults */
+    int evaluated_pid;
+    uint64_t evaluated;
+    int second;                /* pid of a second launcher on the same run; 0 none */
+    int second_status;
+    struct sim_result *result;
+} run;
+
+/* -- what the product tells -- */
+
+static void check_state(const char *what, uint64_t step, const uint8_t hash[16])
+{
+    char found[33], expected[33];
+    if (step > config.steps) {
+        sim_violation("%s: step %llu of %llu", what, (unsigned long long)step,
+                      (unsigned long long)config.steps);
+        return;
+    }
+    if (run.is_golden && !golden.has_state[step]) {
+        memcpy(golden.state[step], hash, 16);
+        golden.has_state[step] = 1;
+        return;
+    }
+    if (memcmp(golden.state[step], hash, 16) == 0)
+        return;
+    step_line_hash(expected, golden.state[step]);
+    step_line_hash(found, hash);
+    sim_violation("%s of step %llu: state %s, undisturbed %s", what, (unsigned long long)step,
+                  found, expected);
+}
+
+void sim_on_commit(const struct worker_control *io)
+{
+    uint64_t step = io->committed_step;
+    if (!io->ready || (run.any_commit && step <= run.committed))
+        return;
+    sim_trace("commit of step %llu", (unsigned long long)step);
+    check_state("commit", step, io->state_hash[step % PLAN_SLACK_STEPS]);
+    if (run.any_commit && step != run.committed + 1)
+        sim_violation("commit of step %llu after step %llu", (unsigned long long)step,
+                      (unsigned long long)run.committed);
+    run.any_commit = 1;
+    run.committed = step;
+    run.deaths = 0;
+}
+
+void sim_on_resume(const struct worker_control *io)
+{
+    uint64_t step = io->resume_step;
+    sim_trace("io is ready, newest commit: step %llu", (unsigned long long)step);
+    check_state("resume", step, io->state_hash[step % PLAN_SLACK_STEPS]);
+    if (run.snapshot) {
+        sim_disk_keep();
+        run.snapshot = 0;
+    }
+    if (run.any_commit && step < run.committed) {
+        int granted = disk.corrupted > run.corrupted_seen && run.committed - step == 1;
+        if (!granted)
+            sim_violation("resume at step %llu, though step %llu was committed",
+                          (unsigned long long)step, (unsigned long long)run.committed);
+        run.corrupted_seen = disk.corrupted;
+        run.result->recoveries[3]++;
+    }
+    if (!run.any_commit || step > run.committed)
+        run.deaths = 0;
+    run.any_commit = 1;
+    run.committed = step;
+}
+
+void sim_on_export(uint64_t step, uint64_t hash)
+{
+    if (step > config.steps)
+        return;
+    if (run.is_golden && !golden.exported[step])
+        golden.exported[step] = hash;
+    if (golden.exported[step] != hash)
+        sim_violation("export of step %llu differs from the undisturbed run's",
+                      (unsigned long long)step);
+}
+
+void sim_on_evaluate(const struct worker_control *gpu)
+{
+    if (gpu->pid == run.evaluated_pid && gpu->evaluated == run.evaluated)
+        return;
+    run.evaluated_pid = gpu->pid;
+    run.evaluated = gpu->evaluated;
+    if (!gpu->evaluated)
+        return;
+    double loss = gpu->evaluate_loss_sum;
+    if (run.is_golden)
+        golden.evaluated[run.committed] = loss;
+    else if (golden.evaluated[run.committed] != loss)
+        sim_violation("evaluation of step %llu: %.17g, undisturbed %.17g",
+                      (unsigned long long)run.committed, loss, golden.evaluated[run.committed]);
+}
+
+void sim_on_session(void)
+{
+    if (run.result->sessions++ > 0 && sim_self()->index == 0)
+        run.result->recoveries[2]++;
+}
+
+/* -- the launcher -- */
+
+static void tell_end(struct launcher *l)
+{
+    l->finished = coordinator_committed(l) >= l->coordinator.steps;
+}
+
+static int launch(struct launcher *l)
+{
+    struct supervisor_job job = {.request = {.mode = PLAN_TRAIN},
+                                 .begin = coordinator_begin,
+                                 .turn = coordinator_turn,
+                                 .done = tell_end};
+    sim_stand_launcher(l);
+    int rc = run_dir_open(&l->run, "/run", RUN_DIR_CREATE);
+    if (rc == 0)
+        rc = supervisor_run(l, &job);
+    coordinator_end(l);
+    metrics_close(l->metrics);
+    if (rc < 0)
+        sim_trace("launcher: %s", error_text());
+    run_dir_close(&l->run);
+    return rc == 0 && !l->finished ? -ERROR_STOPPED : rc;
+}
+
+static int launcher_entry(struct sim_process *p)
+{
+    struct launcher l;
+    int status = -launch(&l);
+    if (p->pid == run.launcher)
+        run.status = status;
+    else
+        run.second_status = status;
+    return status;
+}
+
+static void start_launcher(void)
+{
+    run.status = STATUS_KILLED;
+    run.launcher = sim_spawn(ROLE_LAUNCHER, 0, launcher_entry)->pid;
+    run.result->launchers++;
+}
+
+/* -- what happens to it -- */
+
+static struct sim_process *random_worker(void)
+{
+    struct sim_process *able[SIM_PROCESSES_MAX];
+    uint64_t n = 0;
+    for (int i = 0; i < SIM_PROCESSES_MAX; i++) {
+        struct sim_process *p = &sim.processes[i];
+        if (p->role != ROLE_LAUNCHER && (p->state == SIM_RUNNABLE || p->state == SIM_SLEEPING))
+            able[n++] = p;
+    }
+    return n ? able[sim_below(n)] : NULL;
+}
+
+static void cut_power(void)
+{
+    sim_trace("power cut");
+    for (int i = 0; i < SIM_PROCESSES_MAX; i++) {
+        struct sim_process *p = &sim.processes[i];
+        if (p->state == SIM_FREE)
+            continue;
+        sim_process_gone(p);
+        sim_ipc_gone(i);
+        p->state = SIM_FREE;
+    }
+    sim_disk_power_cut();
+    sim_ipc_reset();
+    run.result->power_cuts++;
+    run.disturbances++;
+    run.second = 0;
+}
+
+static void stop_for_a_while(struct sim_process *p)
+{
+    static const uint64_t seconds[] = {0, 1, 20, 300, 650};
+    uint64_t s = seconds[sim_below(5)];
+    p->stopped_until_ns = sim.now_ns + s * 1000000000u + sim_below(50000000);
+    sim_trace("stop of %s.%u for %llu s", topology_role_name(p->role), p->index,
+              (unsigned long long)s);
+    run.result->stops++;
+    run.disturbances++;
+    run.deaths++; /* the watchdog may end it */
+}
+
+static void echo(void)
+{
+    if (run.echoes == 0 || run.n_events == EVENTS_MAX)
+        return;
+    run.echoes--;
+    run.events[run.n_events++] =
+        (struct event){sim.yields + sim_below(600), (enum event_kind)sim_below(4)};
+}
+
+static void happen(const struct event *e)
+{
+    struct sim_process *launcher = sim_find(run.launcher), *worker = random_worker();
+    switch (e->kind) {
+    case EVENT_KILL:
+        if (worker) {
+            run.result->kills++;
+            run.deaths++;
+            run.disturbances++;
+            sim_kill(worker, sim_chance(4) ? SIGSEGV : sim_chance(8) ? 0 : SIGKILL);
+        }
+        break;
+    case EVENT_KILL_LAUNCHER:
+        if (launcher) {
+            run.result->kills++;
+            run.disturbances++;
+            sim_kill(launcher, SIGKILL);
+        }
+        break;
+    case EVENT_STOP:
+        if (worker)
+            stop_for_a_while(worker);
+        break;
+    case EVENT_POWER:
+        disk.cut = 1;
+        break;
+    case EVENT_SECOND_LAUNCHER:
+        if (launcher && !run.second) {
+            run.second_status = STATUS_KILLED;
+            run.second = sim_spawn(ROLE_LAUNCHER, 1, launcher_entry)->pid;
+        }
+        break;
+    }
+    echo();
+}
+
+static void take_events(void)
+{
+    sim.attention = UINT64_MAX;
+    for (unsigned i = 0; i < run.n_events;) {
+        if (run.events[i].at <= sim.yields) {
+            struct event e = run.events[i];
+            run.events[i] = run.events[--run.n_events];
+            happen(&e);
+        } else {
+            if (run.events[i].at < sim.attention)
+                sim.attention = run.events[i].at;
+            i++;
+        }
+    }
+}
+
+/* -- the end -- */
+
+static void check_metrics(void)
+{
+    uint64_t n, seen[SIM_STEPS_MAX + 2] = {0};
+    const char *text = (const char *)sim_disk_bytes("/run/metrics.jsonl", &n);
+    char hash[33];
+    for (const char *line = text, *end = text + n; text && line < end;) {
+        const char *next = memchr(line, '\n', (size_t)(end - line));
+        unsigned long long step;
+        char found[40] = "";
+        if (!next)
+            break;
+        if (sscanf(line, "{\"step\": %llu, \"state_hash\": \"%32s\"}", &step, found) >= 1 &&
+            step >= 1 && step <= config.steps) {
+            step_line_hash(hash, golden.state[step]);
+            seen[step]++;
+            if (strncmp(found, hash, 32) != 0)
+                sim_violation("metrics.jsonl: the line of step %llu has another hash", step);
+        }
+        line = next + 1;
+    }
+    for (uint64_t s = 1; s <= config.steps; s++)
+        if (seen[s] != 1)
+            sim_violation("metrics.jsonl: %llu lines of step %llu", (unsigned long long)seen[s],
+                          (unsigned long long)s);
+}
+
+static void check_done(void)
+{
+    char path[64];
+    if (run.committed != config.steps)
+        sim_violation("done after step %llu of %llu", (unsigned long long)run.committed,
+                      (unsigned long long)config.steps);
+    (void)snprintf(path, sizeof path, "/run/export/step-%llu", (unsigned long long)config.steps);
+    if (!sim_disk_exists(path))
+        sim_violation("done without an export");
+    check_metrics();
+    run.result->done = 1;
+    sim.over = 1;
+}
+
+static uint64_t disk_faults(void)
+{
+    uint64_t n = 0;
+    for (int f = 0; f < DISK_CUT_BEFORE; f++)
+        n += disk.done[f];
+    return n;
+}
+
+/* A stop (T4): is there a cause, and does a new start go on when the cause is gone? */
+static void stopped(int status)
+{
+    run.result->recoveries[4]++;
+    sim_trace("the launcher ended with status %d", status);
+    if (disk_faults() == 0 && run.deaths < 3)
+        sim_violation("the run stopped with status %d without a cause", status);
+    if (run.healed) {
+        if (disk.corrupted == 0)
+            sim_violation("the run did not go on after a stop (status %d)", status);
+        sim.over = 1; /* damaged beyond what the design promises to repair; and said so */
+        return;
+    }
+    run.healed = 1;
+    run.n_events = 0;
+    run.echoes = 0;
+    run.deaths = 3;
+    sim_disk_heal();
+    start_launcher();
+}
+
+static void on_launcher_end(void)
+{
+    if (run.status == 0) {
+        check_done();
+    } else if (run.status == STATUS_KILLED) {
+        run.result->recoveries[0]++;
+        start_launcher();
+    } else {
+        stopped(run.status);
+    }
+    if (run.result->launchers > LAUNCHERS_MAX)
+        sim_violation("%d launchers and no end", LAUNCHERS_MAX);
+}
+
+/* A second launcher on a run in use leaves at once and says so. */
+static void check_second(void)
+{
+    if (!run.second || sim_find(run.second))
+        return;
+    if (run.second_status != ERROR_BUSY && run.second_status != STATUS_KILLED)
+        sim_violation("a second launcher on the same run ended with status %d",
+                      run.second_status);
+    run.second = 0;
+}
+
+static void run_to_the_end(void)
+{
+    start_launcher();
+    while (!sim.over) {
+        if (disk.cut) {
+            cut_power();
+            echo();
+        }
+        take_events();
+        check_second();
+        if (!sim_find(run.launcher))
+            on_launcher_end();
+        else if (!sim_tick())
+            sim_violation("nothing can happen any more");
+        if (sim.tick > TICKS_MAX)
+            sim_violation("no end after %d ticks", TICKS_MAX);
+    }
+    run.result->ticks = sim.tick;
+    run.result->operations = disk.operations;
+    run.result->violation = sim.violation;
+    for (int f = 0; f < DISK_FAULT_COUNT; f++)
+        run.result->faults[f] = disk.done[f];
+}
+
+static void reset(uint64_t seed, struct sim_result *result)
+{
+    memset(&run, 0, sizeof run);
+    memset(result, 0, sizeof *result);
+    result->seed = seed;
+    run.result = result;
+    sim_core_reset(seed);
+    sim_process_reset();
+    sim_ipc_reset();
+}
+
+int sim_run_golden(uint64_t seed)
+{
+    struct sim_result result;
+    memset(&golden, 0, sizeof golden);
+    sim_disk_format();
+    reset(seed, &result);
+    sim.yield_mask = 0;
+    run.is_golden = run.snapshot = 1;
+    run_to_the_end();
+    golden.ticks = sim.tick;
+    golden.yields = sim.yields;
+    golden.operations = disk.operations;
+    golden.transfers = disk.transfers;
+    return sim.violation ? -1 : 0;
+}
+
+/* -- random schedules -- */
+
+static void add_events(enum event_kind kind, uint64_t n)
+{
+    for (; n > 0 && run.n_events < EVENTS_MAX; n--)
+        run.events[run.n_events++] =
+            (struct event){sim_below(golden.yields + golden.yields / 4), kind};
+}
+
+static void add_disk_faults(uint64_t n)
+{
+    for (; n > 0 && disk.n_plans < DISK_PLANS_MAX; n--) {
+        enum disk_fault fault = (enum disk_fault)(1 + sim_below(DISK_FAULT_COUNT - 1));
+        disk.plans[disk.n_plans++] =
+            (struct disk_plan){sim_below(golden.operations + golden.operations / 4), fault};
+    }
+}
+
+static void draw_faults(void)
+{
+    uint64_t mix = sim_below(16);
+    if (mix == 0)
+        return; /* other interleavings alone */
+    run.echoes = (unsigned)sim_below(4);
+    if (mix & 1)
+        add_events(EVENT_KILL, 1 + sim_below(3));
+    if (mix & 2)
+        add_events(EVENT_KILL_LAUNCHER, sim_below(2));
+    if (mix & 4)
+        add_events(EVENT_POWER, 1 + sim_below(2));
+    if (mix & 8)
+        add_disk_faults(1 + sim_below(2));
+    if (sim_chance(6))
+        add_events(EVENT_STOP, 1);
+    if (sim_chance(12))
+        add_events(EVENT_SECOND_LAUNCHER, 1);
+}
+
+void sim_run_random(uint64_t seed, struct sim_result *result)
+{
+    reset(seed, result);
+    if (sim_chance(24))
+        sim_disk_format();
+    else
+        sim_disk_restore();
+    draw_faults();
+    run_to_the_end();
+}
+
+void sim_run_planned(const struct disk_plan *plans, unsigned n, uint64_t seed,
+                     struct sim_result *result)
+{
+    reset(seed, result);
+    sim_disk_restore();
+    memcpy(disk.plans, plans, n * sizeof *plans);
+    disk.n_plans = n;
+    run_to_the_end();
+}
