@@ -121,16 +121,13 @@ int metrics_has_steps(const char *directory)
     return found;
 }
 
-/* Creates or opens the file; a new one's name is made durable. */
+/* Creates or opens the file; its name is made durable: who created it may have died before. */
 static int open_file(struct metrics *m, const char *directory)
 {
-    int is_new = access(m->path, F_OK) < 0;
     m->fd = open(m->path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
     m->durable = m->fd < 0 ? -1 : lseek(m->fd, 0, SEEK_END);
     if (m->durable < 0)
         return error_set(ERROR_FAILED, "%s: %s", m->path, strerror(errno));
-    if (!is_new)
-        return 0;
     int fd = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     int rc = fd < 0 || fsync(fd) < 0
                  ? error_set(ERROR_FAILED, "%s: fsync: %s", directory, strerror(errno))

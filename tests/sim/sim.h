@@ -130,7 +130,9 @@ struct sim_process *sim_spawn(enum role role, uint32_t index, int (*entry)(struc
 void sim_yield(void);
 /* The current process goes to sleep as its fields say; returns when woken. */
 void sim_sleep(void);
+_Noreturn void sim_die(int status); /* the current process: wait status */
 _Noreturn void sim_exit(int status);
+_Noreturn void sim_abort(void);
 /* Takes a process away at once, wherever it stands: wait status as waitpid() gives it. */
 void sim_kill(struct sim_process *p, int status);
 /* One tick: somebody runs, an I/O or a message lands, or time passes. 0 when nothing can happen. */

@@ -193,20 +193,22 @@ void sim_kill(struct sim_process *p, int status)
         parent->state = SIM_RUNNABLE; /* it looks again, whatever it waits for */
 }
 
-_Noreturn void sim_exit(int status)
+_Noreturn void sim_die(int status)
 {
     struct sim_process *p = sim_self();
-    sim_kill(p, (status & 0xff) << 8);
+    sim_kill(p, status);
     for (;;)
         to_scheduler(p); /* never resumed */
 }
 
+_Noreturn void sim_exit(int status)
+{
+    sim_die((status & 0xff) << 8);
+}
+
 _Noreturn void sim_abort(void)
 {
-    struct sim_process *p = sim_self();
-    sim_kill(p, SIGABRT);
-    for (;;)
-        to_scheduler(p);
+    sim_die(SIGABRT);
 }
 
 /* -- the scheduler -- */

@@ -126,13 +126,6 @@ static void happens(enum disk_fault fault)
     sim_trace("disk: %s", disk_fault_names[fault]);
 }
 
-static _Noreturn void die(void)
-{
-    sim_kill(sim_self(), SIGKILL);
-    for (;;)
-        sim_sleep(); /* its place is taken by others; it is never resumed */
-}
-
 /* Nothing happens any more in this process: the power goes at the next tick. */
 static _Noreturn void cut(void)
 {
@@ -163,7 +156,7 @@ static enum disk_fault next_fault(enum io_op op)
         if (fault == DISK_CUT_BEFORE)
             cut();
         if (fault == DISK_KILL_BEFORE)
-            die();
+            sim_die(SIGKILL);
         return fault;
     }
     return DISK_NONE;
@@ -444,9 +437,10 @@ static int set_errno(int error)
 int sim_open(const char *path, int flags, ...);
 int sim_open(const char *path, int flags, ...)
 {
-    if (flags & O_DIRECTORY)
+    int nameless = (flags & O_TMPFILE) == O_TMPFILE;
+    if (!nameless && (flags & O_DIRECTORY))
         return sim_fd_new(FD_DIRECTORY, 0);
-    int inode = (flags & O_TMPFILE) == O_TMPFILE ? new_inode(NULL, 0) : find(path);
+    int inode = nameless ? new_inode(NULL, 0) : find(path);
     if (inode >= 0 && (flags & O_CREAT) && (flags & O_EXCL))
         return set_errno(EEXIST);
     if (inode < 0 && !(flags & O_CREAT))
@@ -498,7 +492,7 @@ static ssize_t call(int fd, enum io_op op, void *buffer, uint64_t bytes, uint64_
     else if (result == 0)
         result = land_flush(inode, UINT64_MAX, fault);
     if (fault == DISK_KILL_AFTER)
-        die();
+        sim_die(SIGKILL);
     if (cuts(fault))
         cut();
     sim_yield();
@@ -804,7 +798,7 @@ static void backend_start(void *self, const struct engine_transfer *t)
     disk.in_flight++;
     disk.transfers++;
     if (fault == DISK_KILL_AFTER)
-        die();
+        sim_die(SIGKILL);
     sim_yield();
 }
 

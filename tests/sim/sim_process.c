@@ -262,8 +262,6 @@ ssize_t sim_getrandom(void *out, size_t n, unsigned flags)
     return (ssize_t)n;
 }
 
-_Noreturn void sim_abort(void);
-
 _Noreturn void check_failed(const char *file, int line, const char *function, const char *condition)
 {
     struct sim_process *p = sim_self();
