@@ -86,7 +86,7 @@ struct sim_process {
     uint64_t arena_used, arena_last;
     uint64_t wake_ns, stopped_until_ns; /* stopped: not picked, whatever its state */
     uint64_t doomed_tick;               /* killed then; 0 = not doomed */
-    int sleeps_for_fd[20], n_sleeps_for; /* readable descriptors end the sleep */
+    int sleeps_for_child, sleeps_for_engine; /* what ends the sleep early */
     struct endpoint *sleeps_for_message;
     struct sim_fd fds[SIM_FDS_MAX];
     char error[512];
@@ -103,10 +103,14 @@ struct sim {
     uint64_t random, now_ns, tick;
     uint64_t yields;    /* places passed where a switch could have been: the clock of faults */
     uint64_t attention; /* at this place there is one */
-    uint64_t yield_mask; /* a switch at one of so many places */
+    int countdown;    /* places until the next switch, */
+    unsigned stretch; /* so many on average */
     unsigned weight_process, weight_io, weight_message, weight_time;
     int starved; /* this process is picked rarely; -1 none */
     struct sim_process processes[SIM_PROCESSES_MAX];
+    int live[SIM_PROCESSES_MAX], n_live; /* those that run or sleep */
+    int doomed;                          /* somebody is to be killed soon */
+    uint64_t deaths;
     int current; /* index, -1 in the scheduler */
     int next_pid;
     int trace;
@@ -135,6 +139,8 @@ _Noreturn void sim_exit(int status);
 _Noreturn void sim_abort(void);
 /* Takes a process away at once, wherever it stands: wait status as waitpid() gives it. */
 void sim_kill(struct sim_process *p, int status);
+void sim_doom(struct sim_process *p, uint64_t ticks); /* killed that much later */
+void sim_not_live(int process);
 /* One tick: somebody runs, an I/O or a message lands, or time passes. 0 when nothing can happen. */
 int sim_tick(void);
 int sim_is_private(const void *p);
@@ -190,7 +196,7 @@ void sim_disk_heal(void);          /* no more faults; what is damaged stays dama
 void sim_disk_power_cut(void);     /* all processes are gone already */
 int sim_disk_land_one(void);       /* completes a transfer in flight; 0 if there is none */
 void sim_disk_orphan(int process); /* its process is dead; what it started goes on */
-int sim_disk_readable(int process, int engine_fd);
+int sim_disk_readable(int engine);
 int sim_disk_exists(const char *path);
 const unsigned char *sim_disk_bytes(const char *path, uint64_t *n);
 void sim_disk_write_file(const char *path, const void *bytes, uint64_t n); /* durable at once */
@@ -198,6 +204,9 @@ int sim_file_close(int file);
 int sim_segment_busy(const unsigned char *begin, uint64_t bytes);
 
 /* -- sim_process.c -- */
+
+/* The current process sleeps for that descriptor too. */
+void sim_sleep_for(int fd);
 
 int sim_fd_new(enum sim_fd_kind kind, int object);
 struct sim_fd *sim_fd_get(int fd);
@@ -253,7 +262,7 @@ struct sim_result {
 /* The undisturbed run of the current configuration; 0, or -1 with a violation. */
 int sim_run_golden(uint64_t seed);
 void sim_run_random(uint64_t seed, struct sim_result *result);
-void sim_run_planned(const struct disk_plan *plans, unsigned n, uint64_t seed,
+void sim_run_planned(const struct disk_plan *plans, unsigned n, uint64_t seed, int from_nothing,
                      struct sim_result *result);
 
 /* Called from where the product tells the world. */

@@ -106,8 +106,9 @@ void sim_yield(void)
 {
     if (sim.current < 0)
         return;
-    if (++sim.yields < sim.attention && (sim_random() & sim.yield_mask) != 0)
+    if (++sim.yields < sim.attention && --sim.countdown > 0)
         return;
+    sim.countdown = 1 + (int)(sim_random() % (2 * sim.stretch - 1));
     to_scheduler(sim_self());
 }
 
@@ -116,7 +117,8 @@ void sim_sleep(void)
     struct sim_process *p = sim_self();
     p->state = SIM_SLEEPING;
     to_scheduler(p);
-    p->n_sleeps_for = 0;
+    p->sleeps_for_child = 0;
+    p->sleeps_for_engine = -1;
     p->sleeps_for_message = NULL;
 }
 
@@ -152,6 +154,8 @@ struct sim_process *sim_spawn(enum role role, uint32_t index, int (*entry)(struc
     p->role = role;
     p->index = index;
     p->entry = entry;
+    p->sleeps_for_engine = -1;
+    sim.live[sim.n_live++] = (int)(p - sim.processes);
     void **top = (void **)(void *)(p->stack + STACK_BYTES);
     *--top = NULL; /* a return address for begin(), which never returns; also aligns its frame */
     *--top = (void *)(uintptr_t)begin;
@@ -160,6 +164,12 @@ struct sim_process *sim_spawn(enum role role, uint32_t index, int (*entry)(struc
     p->stack_pointer = top;
     sim_trace("start of %s.%u, pid %d", topology_role_name(role), index, p->pid);
     return p;
+}
+
+void sim_doom(struct sim_process *p, uint64_t ticks)
+{
+    p->doomed_tick = sim.tick + ticks;
+    sim.doomed = 1;
 }
 
 /* The launcher's children follow it at once or a little later, as signals do. */
@@ -173,8 +183,18 @@ static void doom_children(const struct sim_process *parent)
         if (p->state == SIM_ZOMBIE)
             p->state = SIM_FREE;
         else
-            p->doomed_tick = sim.tick + 1 + sim_below(40);
+            sim_doom(p, 1 + sim_below(40));
     }
+}
+
+void sim_not_live(int process)
+{
+    for (int i = 0; i < sim.n_live; i++)
+        if (sim.live[i] == process) {
+            sim.live[i] = sim.live[--sim.n_live];
+            break;
+        }
+    sim.deaths++;
 }
 
 void sim_kill(struct sim_process *p, int status)
@@ -188,9 +208,10 @@ void sim_kill(struct sim_process *p, int status)
     p->status = status;
     struct sim_process *parent = sim_find(p->parent);
     p->state = parent && parent->state != SIM_ZOMBIE ? SIM_ZOMBIE : SIM_FREE;
+    sim_not_live(index);
     doom_children(p);
-    if (p->state == SIM_ZOMBIE && parent->state == SIM_SLEEPING && parent->n_sleeps_for > 0)
-        parent->state = SIM_RUNNABLE; /* it looks again, whatever it waits for */
+    if (p->state == SIM_ZOMBIE && parent->state == SIM_SLEEPING && parent->sleeps_for_child)
+        parent->state = SIM_RUNNABLE; /* it looks again */
 }
 
 _Noreturn void sim_die(int status)
@@ -213,40 +234,49 @@ _Noreturn void sim_abort(void)
 
 /* -- the scheduler -- */
 
-static int may_run(const struct sim_process *p)
+static int wakes(const struct sim_process *p)
 {
-    return p->state == SIM_RUNNABLE && p->stopped_until_ns <= sim.now_ns;
+    return p->wake_ns <= sim.now_ns ||
+           (p->sleeps_for_message && p->sleeps_for_message->n_inbox > 0) ||
+           (p->sleeps_for_engine >= 0 && sim_disk_readable(p->sleeps_for_engine));
 }
 
-static void wake_ready(void)
+static void kill_doomed(void)
 {
+    sim.doomed = 0;
     for (int i = 0; i < SIM_PROCESSES_MAX; i++) {
         struct sim_process *p = &sim.processes[i];
-        if (p->state == SIM_FREE || p->state == SIM_ZOMBIE)
+        if (p->state == SIM_FREE || p->state == SIM_ZOMBIE || !p->doomed_tick)
             continue;
-        if (p->doomed_tick && sim.tick >= p->doomed_tick) {
+        if (sim.tick >= p->doomed_tick)
             sim_kill(p, SIGKILL);
-            continue;
-        }
-        if (p->state != SIM_SLEEPING)
-            continue;
-        int ready = p->wake_ns <= sim.now_ns ||
-                    (p->sleeps_for_message && p->sleeps_for_message->n_inbox > 0);
-        for (int f = 0; f < p->n_sleeps_for && !ready; f++)
-            ready = sim_fd_readable(p, p->sleeps_for_fd[f]);
-        if (ready)
-            p->state = SIM_RUNNABLE;
+        else
+            sim.doomed = 1;
     }
+}
+
+/* Who may be picked. */
+static int find_able(int able[SIM_PROCESSES_MAX])
+{
+    int n = 0;
+    if (sim.doomed)
+        kill_doomed();
+    for (int i = 0; i < sim.n_live; i++) {
+        struct sim_process *p = &sim.processes[sim.live[i]];
+        if (p->state == SIM_SLEEPING && wakes(p))
+            p->state = SIM_RUNNABLE;
+        if (p->state == SIM_RUNNABLE && p->stopped_until_ns <= sim.now_ns)
+            able[n++] = sim.live[i];
+    }
+    return n;
 }
 
 /* To the next moment at which somebody wakes by the clock. */
 static int pass_time(void)
 {
     uint64_t next = UINT64_MAX;
-    for (int i = 0; i < SIM_PROCESSES_MAX; i++) {
-        const struct sim_process *p = &sim.processes[i];
-        if (p->state != SIM_SLEEPING && p->state != SIM_RUNNABLE)
-            continue;
+    for (int i = 0; i < sim.n_live; i++) {
+        const struct sim_process *p = &sim.processes[sim.live[i]];
         uint64_t at = p->state == SIM_SLEEPING ? p->wake_ns : p->stopped_until_ns;
         if (at < p->stopped_until_ns)
             at = p->stopped_until_ns;
@@ -259,46 +289,34 @@ static int pass_time(void)
     return 1;
 }
 
-static int pick_process(void)
+static void pick_process(const int *able, int n)
 {
-    int able[SIM_PROCESSES_MAX], n = 0;
-    for (int i = 0; i < SIM_PROCESSES_MAX; i++)
-        if (may_run(&sim.processes[i]))
-            able[n++] = i;
-    if (n == 0)
-        return 0;
     int chosen = able[sim_below((uint64_t)n)];
     if (chosen == sim.starved && n > 1 && !sim_chance(16))
         chosen = able[sim_below((uint64_t)n)];
     resume(&sim.processes[chosen]);
-    return 1;
-}
-
-static int count_able(void)
-{
-    int n = 0;
-    for (int i = 0; i < SIM_PROCESSES_MAX; i++)
-        n += may_run(&sim.processes[i]);
-    return n;
 }
 
 int sim_tick(void)
 {
+    int able[SIM_PROCESSES_MAX];
     sim.tick++;
     sim.now_ns += 1000 + sim_random() % 8192;
-    wake_ready();
-    unsigned process = count_able() ? sim.weight_process : 0;
+    int n = find_able(able);
+    unsigned process = n ? sim.weight_process : 0;
     unsigned io = disk.in_flight ? sim.weight_io : 0;
     unsigned message = sim_ipc_on_their_way() ? sim.weight_message : 0;
     unsigned time = process + io + message ? sim.weight_time : 1;
     uint64_t at = sim_below(process + io + message + time);
     if (at < process)
-        return pick_process();
-    if (at < process + io)
+        pick_process(able, n);
+    else if (at < process + io)
         return sim_disk_land_one();
-    if (at < process + io + message)
+    else if (at < process + io + message)
         return sim_ipc_deliver();
-    return pass_time() || process + io + message;
+    else
+        return pass_time() || process + io + message || sim.doomed;
+    return 1;
 }
 
 /* -- private memory: a stack of allocations, gone with its process -- */
@@ -406,7 +424,9 @@ void sim_core_reset(uint64_t seed)
     sim.next_pid = 100;
     sim.violation = NULL;
     sim.over = 0;
-    sim.yield_mask = (1u << sim_below(5)) - 1;
+    sim.stretch = 1u << sim_below(7);
+    sim.countdown = 1;
+    sim.n_live = sim.doomed = 0;
     sim.weight_process = 64;
     sim.weight_io = 1u << (1 + sim_below(7));
     sim.weight_message = 1u << (1 + sim_below(7));

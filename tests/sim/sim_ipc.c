@@ -117,9 +117,10 @@ static void delay(const char *address, const char *to, const struct sim_message 
 
 int endpoint_send(struct endpoint *e, const char *to, const struct message *m)
 {
-    struct sim_message sent = {.m = *m};
+    struct sim_message sent;
     const char *peer = to ? to : "";
-    (void)snprintf(sent.from, sizeof sent.from, "%s", e->name);
+    sent.m = *m;
+    memcpy(sent.from, e->name, sizeof sent.from);
     sim_yield();
     uint64_t fate = sim_below(32);
     if (fate == 0)
@@ -165,7 +166,7 @@ int endpoint_sleep(struct endpoint *e, const int *fds, int *ready, int n, int ti
         some |= sim_fd_readable(p, fds[i]);
     if (!some) {
         for (int i = 0; i < n; i++)
-            p->sleeps_for_fd[p->n_sleeps_for++] = fds[i];
+            sim_sleep_for(fds[i]);
         p->sleeps_for_message = e;
         p->wake_ns = sim.now_ns + (uint64_t)timeout_ms * 1000000u;
         sim_sleep();

@@ -74,7 +74,17 @@ int sim_fd_readable(struct sim_process *p, int fd)
     const struct sim_fd *f = &p->fds[fd];
     if (f->kind == FD_PID)
         return is_dead(f->object);
-    return f->kind == FD_EVENT && sim_disk_readable(0, f->object);
+    return f->kind == FD_EVENT && sim_disk_readable(f->object);
+}
+
+void sim_sleep_for(int fd)
+{
+    struct sim_process *p = sim_self();
+    const struct sim_fd *f = sim_fd_get(fd);
+    if (f && f->kind == FD_PID)
+        p->sleeps_for_child = 1;
+    if (f && f->kind == FD_EVENT)
+        p->sleeps_for_engine = f->object;
 }
 
 void sim_process_gone(struct sim_process *p)
@@ -137,7 +147,7 @@ int sim_poll(struct pollfd *fds, nfds_t n, int timeout_ms)
         ready += sim_fd_readable(p, fds[i].fd);
     if (!ready && timeout_ms != 0) {
         for (nfds_t i = 0; i < n; i++)
-            p->sleeps_for_fd[p->n_sleeps_for++] = fds[i].fd;
+            sim_sleep_for(fds[i].fd);
         p->wake_ns = timeout_ms < 0 ? UINT64_MAX : sim.now_ns + (uint64_t)timeout_ms * 1000000u;
         sim_sleep();
     }
@@ -208,7 +218,7 @@ static long send_signal(int pid_fd, int number)
         return -1;
     }
     if (number == SIGKILL || p->stopped_until_ns <= sim.now_ns)
-        p->doomed_tick = sim.tick + 1;
+        sim_doom(p, 1);
     return 0;
 }
 

@@ -635,7 +635,7 @@ int error_set(enum error_kind kind, const char *format, ...)
     if (sim.trace)
         (void)vsnprintf(p->error, sizeof p->error, format, args);
     else /* nobody reads it: the sentence without its values will do */
-        (void)snprintf(p->error, sizeof p->error, "%.200s", format);
+        (void)strncpy(p->error, format, 63);
     va_end(args);
     p->error_kind = kind;
     return -(int)kind;
