@@ -240,7 +240,7 @@ static int page_header_is_good(struct page_scan *scan, const struct page_entry *
     return 0;
 }
 
-static int gap_is_zero(const unsigned char *data, uint64_t at, uint64_t bytes)
+static int gap_store_is_zero(const unsigned char *data, uint64_t at, uint64_t bytes)
 {
     for (uint64_t i = 0; i < bytes; i++)
         if (data[i] != 0)
@@ -296,7 +296,7 @@ static int check_piece(struct page_scan *scan, const struct piece *piece, const 
         const uint64_t to = end < piece_end ? end : piece_end;
         const unsigned char *here = data + (at - piece->at);
         scan->bad_at = at;
-        if (part == PART_COUNT && gap_is_zero(here, at, to - at) < 0)
+        if (part == PART_COUNT && gap_store_is_zero(here, at, to - at) < 0)
             return -ERROR_FAILED;
         if (part != PART_COUNT)
             hash_add(scan->hash, here, to - at);
@@ -469,39 +469,72 @@ int store_table_load(struct store *store, const struct commit_record *record,
 int store_is_zero(const void *data, uint64_t bytes)
 {
     const unsigned char *byte = data;
-    for (uint64_t i = 0; i < bytes; i++)
-        if (byte[i] != 0)
-            return 0;
-    return 1;
+    return byte[0] == 0 && memcmp(byte, byte + 1, bytes - 1) == 0;
 }
 
-/* Reads the whole ring into 4 KiB-aligned memory that the caller frees. Damaged records go to
- * `sink`. */
+/* One read of the ring into `into`; records that were valid before stay. How many are damaged:
+ * neither valid nor empty; or negative. */
+static int read_ring(struct store *store, struct store_ring *into, struct commit_record *read)
+{
+    const uint64_t n_pages = store_n_pages(store);
+    int damaged = 0;
+    struct io_request request = {.op = IO_READ,
+                                 .file = store_commit_file(store),
+                                 .buffer = read,
+                                 .offset = commit_record_offset(n_pages, 0),
+                                 .bytes = sizeof into->records};
+    if (engine_run(store_engine(store), &request) < 0)
+        return -ERROR_FAILED;
+    for (unsigned i = 0; i < COMMIT_RECORD_RING; i++) {
+        if (into->valid[i])
+            continue;
+        int rc = commit_record_verify(&read[i], store_options_of(store)->run, store_uuid(store));
+        if (rc == 0 && read[i].sequence % COMMIT_RECORD_RING != i)
+            rc = error_set(ERROR_FAILED, "commit record: sequence %llu in place %u of the ring",
+                           (unsigned long long)read[i].sequence, i);
+        into->valid[i] = rc == 0;
+        into->records[i] = read[i];
+        damaged += rc < 0 && !store_is_zero(&read[i], sizeof read[i]);
+    }
+    return damaged;
+}
+
+static void tell_damaged_records(const struct store *store, const struct store_ring *ring,
+                                 struct store_damage_sink *sink)
+{
+    for (unsigned i = 0; i < COMMIT_RECORD_RING; i++) {
+        const struct commit_record *record = &ring->records[i];
+        if (ring->valid[i] || store_is_zero(record, sizeof *record))
+            continue;
+        if (commit_record_verify(record, store_options_of(store)->run, store_uuid(store)) == 0)
+            error_set(ERROR_FAILED, "commit record: sequence %llu in place %u of the ring",
+                      (unsigned long long)record->sequence, i);
+        store_damage_tell(sink, store_file_path(store, store_commit_file(store)),
+                          commit_record_offset(store_n_pages(store), i));
+    }
+}
+
+/* Reads the whole ring into memory that the caller frees. A read that fails, or shows a damaged
+ * record, is done once more before it counts: a bit flipped on the way must not cost a commit.
+ * Damaged records go to `sink`. */
 int store_ring_load(struct store *store, struct store_ring **ring, struct store_damage_sink *sink)
 {
-    if (posix_memalign((void **)ring, SECTOR_BYTES, sizeof **ring) != 0)
+    struct commit_record *read = NULL;
+    *ring = calloc(1, sizeof **ring);
+    if (*ring == NULL ||
+        posix_memalign((void **)&read, SECTOR_BYTES, sizeof(*ring)->records) != 0) {
+        free(*ring);
         return error_set(ERROR_FAILED, "store: out of memory");
-    const uint64_t n_pages = store_n_pages(store);
-    struct io_request read = {.op = IO_READ,
-                              .file = store_commit_file(store),
-                              .buffer = (*ring)->records,
-                              .offset = commit_record_offset(n_pages, 0),
-                              .bytes = sizeof(*ring)->records};
-    if (engine_run(store_engine(store), &read) < 0) {
+    }
+    int damaged = read_ring(store, *ring, read);
+    if (damaged != 0)
+        damaged = read_ring(store, *ring, read);
+    free(read);
+    if (damaged < 0) {
         free(*ring);
         return -ERROR_FAILED;
     }
-    for (unsigned i = 0; i < COMMIT_RECORD_RING; i++) {
-        const struct commit_record *record = &(*ring)->records[i];
-        int rc = commit_record_verify(record, store_options_of(store)->run, store_uuid(store));
-        if (rc == 0 && record->sequence % COMMIT_RECORD_RING != i)
-            rc = error_set(ERROR_FAILED, "commit record: sequence %llu in place %u of the ring",
-                           (unsigned long long)record->sequence, i);
-        (*ring)->valid[i] = rc == 0;
-        if (rc < 0 && !store_is_zero(record, sizeof *record))
-            store_damage_tell(sink, store_file_path(store, store_commit_file(store)),
-                              commit_record_offset(n_pages, i));
-    }
+    tell_damaged_records(store, *ring, sink);
     return 0;
 }
 
@@ -540,11 +573,14 @@ static int no_record(const struct store *store)
 
 enum page_checks { CHECK_TABLE_ONLY, CHECK_TABLE_AND_SLOTS };
 
-/* Does `record` stand? Fills `table`. 0 yes; else error_text() says where not. */
+/* Does `record` stand? Fills `table`. 0 yes; else error_text() says where not. What fails once is
+ * read again before it counts (verify_pages() does so for slots). */
 static int record_stands(struct store *store, const struct commit_record *record,
                          struct page_entry *table, enum page_checks checks)
 {
     int rc = store_table_load(store, record, table);
+    if (rc == -ERROR_FAILED)
+        rc = store_table_load(store, record, table);
     if (rc == -ERROR_STOPPED)
         return rc;
     if (rc < 0)

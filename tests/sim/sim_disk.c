@@ -125,7 +125,6 @@ static int applies(enum disk_fault fault, enum io_op op, const struct inode *n)
 static void happens(enum disk_fault fault)
 {
     disk.done[fault]++;
-    disk.corrupted += fault == DISK_LOST || fault == DISK_MISDIRECTED || fault == DISK_ROT;
     sim_trace("disk: %s", disk_fault_names[fault]);
 }
 
@@ -276,6 +275,7 @@ static int64_t land_write(int inode, int flags, const void *data, uint64_t offse
         settle_torn(&torn);
         return (int64_t)bytes;
     }
+    disk.corrupted += fault == DISK_LOST || fault == DISK_MISDIRECTED || fault == DISK_ROT;
     if (fault == DISK_LOST)
         return (int64_t)bytes;
     if (fault == DISK_SHORT && bytes > SIM_SECTOR_BYTES) {

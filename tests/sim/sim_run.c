@@ -329,7 +329,7 @@ static void check_metrics(void)
         line = next + 1;
     }
     /* a step back cuts the line of a commit that a redo may make whole again before a power cut */
-    uint64_t lines_min = run.result->recoveries[3] ? 0 : 1;
+    uint64_t lines_min = disk.corrupted ? 0 : 1;
     for (uint64_t s = 1; s <= config.steps; s++)
         if (seen[s] > 1 || seen[s] < lines_min)
             sim_violation("metrics.jsonl: %llu lines of step %llu", (unsigned long long)seen[s],
@@ -355,7 +355,8 @@ static void stopped(int status)
 {
     run.result->recoveries[4]++;
     sim_trace("the launcher ended with status %d", status);
-    if (disk_faults() == 0 && run.deaths < 3)
+    uint64_t deaths = run.deaths + disk.done[DISK_KILL_BEFORE] + disk.done[DISK_KILL_AFTER];
+    if (disk_faults() == 0 && deaths < 3)
         sim_violation("the run stopped with status %d without a cause", status);
     if (run.healed) {
         if (disk.corrupted == 0)
@@ -373,7 +374,11 @@ static void stopped(int status)
 
 static void on_launcher_end(void)
 {
-    if (run.status == 0) {
+    if (run.status == ERROR_BUSY && sim_find(run.second)) {
+        run.launcher = run.second; /* it was there first, after the one before died */
+        run.second = 0;
+        run.status = STATUS_KILLED;
+    } else if (run.status == 0) {
         check_done();
     } else if (run.status == STATUS_KILLED) {
         run.result->recoveries[0]++;
