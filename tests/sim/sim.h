@@ -230,7 +230,8 @@ struct sim_config {
     uint64_t steps, blocks, microbatches, microbatch_frames, prefetch;
     uint32_t opt_workers, directories, slots, bf16, tied, checkpoint_every;
     uint64_t skip_mask; /* bit s: the gradient of step s is not finite */
-    uint64_t export_interval, eval_interval;
+    uint64_t export_interval, eval_interval, durability;
+    uint32_t frame_hashes;
 };
 extern struct sim_config config;
 extern struct model_layout sim_layout;
@@ -267,7 +268,7 @@ void sim_run_planned(const struct disk_plan *plans, unsigned n, uint64_t seed, i
 
 /* Called from where the product tells the world. */
 void sim_on_commit(const struct worker_control *io);
-void sim_on_resume(const struct worker_control *io);
+void sim_on_resume(const struct worker_control *io, int alone);
 void sim_on_export(uint64_t step, uint64_t hash);
 void sim_on_evaluate(const struct worker_control *gpu);
 void sim_on_session(void);

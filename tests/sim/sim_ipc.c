@@ -200,7 +200,7 @@ int worker_pause(struct worker *w, int why)
 void worker_ready(struct worker *w)
 {
     if (w->self->role == ROLE_IO)
-        sim_on_resume(w->self);
+        sim_on_resume(w->self, w->segment.generation > w->plan->generation);
     real_worker_ready(w);
 }
 

@@ -76,12 +76,13 @@ static void check_state(const char *what, uint64_t step, const uint8_t hash[16])
 
 void sim_on_commit(const struct worker_control *io)
 {
-    uint64_t step = io->committed_step;
-    if (!io->ready || (run.any_commit && step <= run.committed))
+    uint64_t step = io->committed_step, complete = io->complete_step;
+    check_state("complete step", complete, io->state_hash[complete % PLAN_SLACK_STEPS]);
+    if (run.any_commit && step <= run.committed)
         return;
     sim_trace("commit of step %llu", (unsigned long long)step);
     check_state("commit", step, io->state_hash[step % PLAN_SLACK_STEPS]);
-    if (run.any_commit && step != run.committed + 1)
+    if (run.any_commit && step > run.committed + config.durability)
         sim_violation("commit of step %llu after step %llu", (unsigned long long)step,
                       (unsigned long long)run.committed);
     run.any_commit = 1;
@@ -89,11 +90,19 @@ void sim_on_commit(const struct worker_control *io)
     run.deaths = 0;
 }
 
-void sim_on_resume(const struct worker_control *io)
+/* io_worker is READY: in a new session, or (alone) in a restart of one worker. */
+void sim_on_resume(const struct worker_control *io, int alone)
 {
-    uint64_t step = io->resume_step;
-    sim_trace("io is ready, newest commit: step %llu", (unsigned long long)step);
+    uint64_t step = io->committed_step, complete = io->resume_step;
+    sim_trace("io is ready, newest commit: step %llu, complete: step %llu",
+              (unsigned long long)step, (unsigned long long)complete);
     check_state("resume", step, io->state_hash[step % PLAN_SLACK_STEPS]);
+    check_state("resume at the complete step", complete,
+                io->state_hash[complete % PLAN_SLACK_STEPS]);
+    if (complete < step || (!alone && complete != step))
+        sim_violation("resume at step %llu with a commit of step %llu",
+                      (unsigned long long)complete, (unsigned long long)step);
+    run.result->recoveries[1] += (uint64_t)alone;
     if (run.snapshot) {
         sim_disk_keep();
         run.snapshot = 0;
@@ -157,6 +166,7 @@ static int launch(struct launcher *l)
     struct supervisor_job job = {.request = {.mode = PLAN_TRAIN},
                                  .begin = coordinator_begin,
                                  .turn = coordinator_turn,
+                                 .rejoin = coordinator_rejoin,
                                  .done = tell_end};
     sim_stand_launcher(l);
     int rc = run_dir_open(&l->run, "/run", RUN_DIR_CREATE);

@@ -84,7 +84,9 @@ void sim_stand_configure(uint64_t seed)
         .checkpoint_every = (uint32_t)((r >> 28) % 3),
         .export_interval = (r >> 32) % 3,
         .eval_interval = (r >> 36) % 4 == 0 ? 2 : 0,
+        .frame_hashes = (r >> 48) % 2,
     };
+    config.durability = config.slots == 3 && (r >> 50) % 3 == 0 ? 2 + (r >> 52) % 2 : 1;
     config.microbatch_frames = 1 + (r >> 40) % config.microbatches;
     for (uint64_t s = 1; s <= config.steps; s++)
         if (sim_hash(seed, s) % 6 == 0)
@@ -129,6 +131,8 @@ void sim_stand_launcher(struct launcher *l)
     c->lr_scheduler_warmup_steps = 2;
     c->checkpoint_export_interval = config.export_interval;
     c->eval_interval = config.eval_interval;
+    c->memory_durability = config.durability;
+    c->training_spike = CONFIG_SPIKE_OFF;
     c->data_val_fraction = config.eval_interval ? 0.5 : 0.0;
 }
 
@@ -195,6 +199,7 @@ int plan_build(struct plan **out, const struct launcher *l, const struct plan_re
     plan->slots_per_page = config.slots;
     plan->io_engine = PLAN_ENGINE_URING;
     plan->prefetch = config.prefetch;
+    plan->frame_hashes = config.frame_hashes;
     plan->evaluate_sequences = VALIDATION_SAMPLES;
     plan->checkpoint.export_dtype = -1;
     plan->checkpoint.keep = 2;
@@ -665,6 +670,13 @@ int error_hint(const char *format, ...)
     return sim_self() ? -(int)sim_self()->error_kind : -ERROR_FAILED;
 }
 
+int error_as(enum error_kind kind)
+{
+    if (sim_self())
+        sim_self()->error_kind = kind;
+    return -(int)kind;
+}
+
 const char *error_text(void)
 {
     return sim_self() ? sim_self()->error : "";
@@ -766,7 +778,7 @@ int step_line_write(struct launcher *l, uint64_t step)
     step_line_hash(hash, l->session.io->state_hash[step % PLAN_SLACK_STEPS]);
     (void)snprintf(line, sizeof line, "{\"step\": %llu, \"state_hash\": \"%s\"}",
                    (unsigned long long)step, hash);
-    return metrics_append(l->metrics, line, METRICS_DURABLE);
+    return metrics_append(l->metrics, line);
 }
 
 void step_line_show(struct launcher *l, uint64_t step)
