@@ -244,7 +244,7 @@ static void fail(struct commit *commit)
     error_wrap("commit of step %llu, phase %s", (unsigned long long)commit->record_out->facts.step,
                commit_phase_name(commit->phase));
     commit->phase = COMMIT_FAILED;
-    commit->on_done(commit->context, -ERROR_FAILED, NULL);
+    commit->on_done(commit->context, -(int)error_kind_now(), NULL);
 }
 
 static void submit_request(struct commit *commit)
@@ -399,6 +399,7 @@ static void on_flush_done(struct io_request *request, int result)
             i++;
         (void)engine_request_error(store_engine(commit->store), &commit->flushes[i]);
         (void)error_hint("the data of this step may be lost; it is abandoned, not flushed again");
+        (void)error_as(ERROR_DAMAGED); /* a successor must not take the step over and flush it */
         fail(commit);
         return;
     }

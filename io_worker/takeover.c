@@ -106,7 +106,9 @@ static int adopt_commit(struct io *io)
     uint64_t announced = atomic_load_explicit(&io->w->self->committed_step, memory_order_relaxed);
     /* the forming place is free: the durable table of the newest record goes there to be compared
      */
-    if (store_flush(io->store) < 0 || store_newest(io->store, &io->newest, t->forming) < 0)
+    if (store_flush(io->store) < 0) /* the next flush would say that all is well */
+        return error_as(ERROR_DAMAGED);
+    if (store_newest(io->store, &io->newest, t->forming) < 0)
         return -(int)error_kind_now();
     uint64_t told = atomic_load_explicit(&io->w->self->complete_step, memory_order_relaxed);
     if (t->state.facts.step < told)
