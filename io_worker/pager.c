@@ -628,11 +628,13 @@ static int advance_step(struct io *io)
     }
     if (io->apply_step != complete || !idle || read_back_needed(io))
         return 0;
-    if (committed < complete && order(&orders->commit_step) >= complete)
+    if (committed < complete && order(&orders->commit_step) >= complete) {
+        atomic_store_explicit(&io->w->self->flushing, 1, memory_order_release);
         return commit_begin(io->commit, &io->tables.state.facts, io->tables.complete, on_committed,
                             io) < 0
                    ? -1
                    : 1;
+    }
     if (order(&orders->apply_step) > io->apply_step && order(&orders->commit_step) <= committed) {
         begin_apply(io);
         return 1;
@@ -669,6 +671,8 @@ int pager_turn(struct io *io)
     done += rc;
     if (io->plan->mode == PLAN_TRAIN) {
         done += (int)commit_do_work(io->commit);
+        if (commit_phase_now(io->commit) != COMMIT_FLUSHING)
+            atomic_store_explicit(&io->w->self->flushing, 0, memory_order_release);
         if ((rc = advance_step(io)) < 0)
             return -(int)error_kind_now();
         done += rc;

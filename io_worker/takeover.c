@@ -106,6 +106,12 @@ static int adopt_commit(struct io *io)
     uint64_t announced = atomic_load_explicit(&io->w->self->committed_step, memory_order_relaxed);
     /* the forming place is free: the durable table of the newest record goes there to be compared
      */
+    /* a flush that fails says so once: if it said so to the dead one, the next will say "done" */
+    if (atomic_load_explicit(&io->w->self->flushing, memory_order_acquire))
+        return error_set(ERROR_DAMAGED,
+                         "the worker that died was flushing step %llu, and how that "
+                         "ended is not known: the step is abandoned",
+                         (unsigned long long)t->state.facts.step);
     if (store_flush(io->store) < 0) /* the next flush would say that all is well */
         return error_as(ERROR_DAMAGED);
     if (store_newest(io->store, &io->newest, t->forming) < 0)

@@ -190,6 +190,7 @@ struct worker_control {
     _Atomic uint64_t complete_step, committed_step;
     _Atomic uint64_t exported_step;   /* exports are done with up to here, well or badly */
     _Atomic uint64_t export_given_up; /* newest of them that failed; set before exported_step */
+    _Atomic uint32_t flushing; /* 1: a flush is on its way whose result may be lost with io */
     _Atomic uint64_t bytes_read, bytes_written;
     _Atomic uint64_t evaluate_microbatches, evaluate_sequences; /* of one evaluation */
     uint64_t samples;                                           /* training samples of one epoch */

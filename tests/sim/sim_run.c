@@ -108,14 +108,14 @@ void sim_on_resume(const struct worker_control *io, int alone)
         run.snapshot = 0;
     }
     if (run.any_commit && step < run.committed) {
-        int granted = disk.corrupted > run.corrupted_seen && run.committed - step == 1;
+        int granted = disk.corrupted > run.corrupted_seen && run.committed - step <= config.durability;
         if (!granted)
             sim_violation("resume at step %llu, though step %llu was committed",
                           (unsigned long long)step, (unsigned long long)run.committed);
         run.corrupted_seen = disk.corrupted;
         run.result->recoveries[3]++;
     }
-    if (!run.any_commit || step > run.committed)
+    if (step > run.committed)
         run.deaths = 0;
     run.any_commit = 1;
     run.committed = step;
