@@ -424,7 +424,7 @@ void sim_core_reset(uint64_t seed)
     sim.next_pid = 100;
     sim.violation = NULL;
     sim.over = 0;
-    sim.stretch = 1u << sim_below(7);
+    sim.stretch = sim_chance(24) ? 1 : 2u << sim_below(6);
     sim.countdown = 1;
     sim.n_live = sim.doomed = 0;
     sim.weight_process = 64;

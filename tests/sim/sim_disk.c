@@ -44,6 +44,7 @@ struct inode {
     char name[SIM_PATH_BYTES]; /* "" : none (any more) */
     int in_use, is_directory, broken;
     uint64_t size, safe_size;
+    uint64_t high; /* no byte beyond was ever written */
     unsigned char *now, *safe;
 };
 
@@ -188,6 +189,8 @@ static void write_now(int inode, uint64_t offset, const void *data, uint64_t byt
     memcpy(n->now + offset, data, bytes);
     if (offset + bytes > n->size)
         n->size = offset + bytes;
+    if (n->size > n->high)
+        n->high = n->size;
     keep_pending(inode, offset, data, bytes);
 }
 
@@ -370,6 +373,13 @@ static int inode_referenced(int inode)
     return 0;
 }
 
+static void wipe(struct inode *n)
+{
+    memset(n->now, 0, n->high);
+    memset(n->safe, 0, n->high);
+    n->high = n->size = n->safe_size = 0;
+}
+
 static int new_inode(const char *path, int is_directory)
 {
     for (int i = 0; i < INODES_MAX; i++) {
@@ -379,10 +389,7 @@ static int new_inode(const char *path, int is_directory)
         for (unsigned p = 0; n->in_use && p < n_pending; p++)
             if (pending[p].inode == i)
                 pending[p].bytes = 0;
-        if (n->size || n->safe_size) {
-            memset(n->now, 0, FILE_BYTES_MAX);
-            memset(n->safe, 0, FILE_BYTES_MAX);
-        }
+        wipe(n);
         n->in_use = 1;
         n->is_directory = is_directory;
         n->broken = 0;
@@ -427,6 +434,8 @@ void sim_disk_write_file(const char *path, const void *bytes, uint64_t n)
     memcpy(inodes[i].now, bytes, n);
     memcpy(inodes[i].safe, bytes, n);
     inodes[i].size = inodes[i].safe_size = n;
+    if (n > inodes[i].high)
+        inodes[i].high = n;
 }
 
 /* -- system calls on files; an error is -1 and errno -- */
@@ -1050,10 +1059,8 @@ void sim_disk_format(void)
     forget();
     for (int i = 0; i < INODES_MAX; i++) {
         struct inode *n = &inodes[i];
-        memset(n->now, 0, n->size);
-        memset(n->safe, 0, FILE_BYTES_MAX);
+        wipe(n);
         n->in_use = 0;
-        n->size = n->safe_size = 0;
         n->name[0] = '\0';
     }
 }
@@ -1061,7 +1068,9 @@ void sim_disk_format(void)
 static void copy_inode(struct inode *to, const struct inode *from)
 {
     unsigned char *now = to->now, *safe = to->safe;
+    uint64_t high = to->high > from->size ? to->high : from->size;
     *to = *from;
+    to->high = high;
     to->now = now;
     to->safe = safe;
     memcpy(now, from->now, from->size);
@@ -1078,10 +1087,12 @@ void sim_disk_restore(void)
     forget();
     for (int i = 0; i < INODES_MAX; i++) {
         struct inode *n = &inodes[i];
-        if (n->size > kept[i].size)
-            memset(n->now + kept[i].size, 0, n->size - kept[i].size);
+        if (n->high > kept[i].size) {
+            memset(n->now + kept[i].size, 0, n->high - kept[i].size);
+            memset(n->safe + kept[i].size, 0, n->high - kept[i].size);
+        }
         copy_inode(n, &kept[i]);
-        n->safe_size = n->size;
+        n->safe_size = n->high = n->size;
         memcpy(n->safe, n->now, n->size);
     }
 }

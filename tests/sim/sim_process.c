@@ -187,7 +187,8 @@ int child_start(struct child *child, int segment_fd)
     child->pid = p->pid;
     child->pid_fd = sim_fd_new(FD_PID, p->pid);
     child->state = CHILD_RUNNING;
-    child->heartbeat = 0;
+    child->heartbeat = child->paused_ns = child->abort_ns = child->kill_ns = 0;
+    child->verdict[0] = '\0';
     child->alive_ns = sim.now_ns;
     return 0;
 }

@@ -713,6 +713,71 @@ int sim_fprintf(FILE *stream, const char *format, ...)
     return 0;
 }
 
+char *sim_getenv(const char *name);
+char *sim_getenv(const char *name)
+{
+    (void)name;
+    return NULL;
+}
+
+/* Names and numbers are formatted at every message: the simple formats, quickly. */
+static char *put_text(char *at, const char *end, const char *text, size_t n)
+{
+    for (size_t i = 0; i < n && text[i]; i++)
+        if (at < end)
+            *at++ = text[i];
+    return at;
+}
+
+static char *put_number(char *at, const char *end, unsigned long long value)
+{
+    char digits[24];
+    int n = 0;
+    do
+        digits[n++] = (char)('0' + value % 10);
+    while (value /= 10);
+    while (n > 0)
+        at = put_text(at, end, &digits[--n], 1);
+    return at;
+}
+
+static int is_simple(const char *format)
+{
+    for (const char *p = strchr(format, '%'); p; p = strchr(p + 1, '%'))
+        if (p[1] != 's' && p[1] != 'u' && strncmp(p, "%llu", 4) != 0)
+            return 0;
+    return 1;
+}
+
+int sim_snprintf(char *out, size_t bytes, const char *format, ...);
+int sim_snprintf(char *out, size_t bytes, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    if (bytes == 0 || !is_simple(format)) {
+        int n = vsnprintf(out, bytes, format, args);
+        va_end(args);
+        return n;
+    }
+    char *at = out;
+    const char *end = out + bytes - 1;
+    for (const char *p = format; *p; p++) {
+        if (*p != '%') {
+            at = put_text(at, end, p, 1);
+        } else if (*++p == 's') {
+            at = put_text(at, end, va_arg(args, const char *), SIZE_MAX);
+        } else if (*p == 'u') {
+            at = put_number(at, end, va_arg(args, unsigned));
+        } else {
+            at = put_number(at, end, va_arg(args, unsigned long long));
+            p += 2;
+        }
+    }
+    va_end(args);
+    *at = '\0';
+    return (int)(at - out);
+}
+
 void log_line(enum log_level level, const char *format, ...)
 {
     va_list args;
