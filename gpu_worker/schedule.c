@@ -14,6 +14,7 @@
 #include "procs/error.h"
 #include "procs/fault.h"
 #include "procs/log.h"
+#include "procs/mutant.h"
 
 uint64_t gpu_request_sweep(struct gpu *g)
 {
@@ -123,7 +124,8 @@ int gpu_take_microbatch(struct gpu *g, enum microbatch_kind kind, uint64_t slot,
                             4 * n * sizeof(int32_t));
     for (uint64_t i = 0; i < n; i++)
         *labelled += frame[n + i] >= 0;
-    g->device->ops->synchronize(g->device);
+    if (!mutant(MUTANT_return_before_copy))
+        g->device->ops->synchronize(g->device);
     fault_point(FAULT_gpu_microbatch_taken);
     rc = give_back(&g->microbatch_return, &d);
     worker_bell(g->w, ROLE_IO, 0);
@@ -233,7 +235,8 @@ static int publish_gradients(struct gpu *g, uint32_t layer)
             return rc;
         float *frame = segment_frame(&g->w->segment, REGION_GRADIENT_POOL, 0, d.frame);
         g->device->ops->copy_out(g->device, frame, g->buffers.gradients + page->offset, bytes);
-        g->device->ops->synchronize(g->device);
+        if (!mutant(MUTANT_publish_before_copy))
+            g->device->ops->synchronize(g->device);
         flip_bit(g, p, frame);
         if (g->w->plan->frame_hashes)
             d.hash = page_image_digest(frame, bytes).low;

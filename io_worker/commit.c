@@ -5,6 +5,7 @@
 #include "procs/check.h"
 #include "procs/error.h"
 #include "procs/fault.h"
+#include "procs/mutant.h"
 
 #include <stddef.h>
 #include <stdio.h>
@@ -68,7 +69,7 @@ void page_entry_seal(struct page_entry *entry)
 
 int page_entry_valid(const struct page_entry *entry)
 {
-    return entry->entry_hash == entry_hash(entry);
+    return mutant(MUTANT_no_entry_hash) || entry->entry_hash == entry_hash(entry);
 }
 
 void page_entry_from_image(struct page_entry *entry, const void *image, uint32_t slot)
@@ -99,6 +100,8 @@ uint64_t commit_file_bytes(uint64_t n_pages)
 
 uint64_t commit_record_offset(uint64_t n_pages, uint64_t sequence)
 {
+    if (mutant(MUTANT_one_record))
+        sequence = 0;
     return 2 * commit_table_bytes(n_pages) + sequence % COMMIT_RECORD_RING * COMMIT_RECORD_BYTES;
 }
 
@@ -328,7 +331,7 @@ static void finish(struct commit *commit)
 static int compare(struct commit *commit, const void *expected, const void *found)
 {
     const struct io_request *request = &commit->request;
-    if (memcmp(expected, found, request->bytes) == 0)
+    if (memcmp(expected, found, request->bytes) == 0 || mutant(MUTANT_no_read_back_of_commit))
         return 0;
     const unsigned char *e = expected, *f = found;
     uint64_t at = 0;
@@ -389,7 +392,7 @@ static void on_flush_done(struct io_request *request, int result)
 {
     struct commit *commit = request->context;
     commit->flushes_done++;
-    if (result < 0)
+    if (result < 0 && !mutant(MUTANT_flush_error_ignored))
         commit->flush_failed = 1;
     if (commit->flushes_done < commit->n_flushes)
         return;
@@ -399,7 +402,9 @@ static void on_flush_done(struct io_request *request, int result)
             i++;
         (void)engine_request_error(store_engine(commit->store), &commit->flushes[i]);
         (void)error_hint("the data of this step may be lost; it is abandoned, not flushed again");
-        (void)error_as(ERROR_DAMAGED); /* a successor must not take the step over and flush it */
+        if (!mutant(MUTANT_failed_flush_taken_over))
+            (void)error_as(
+                ERROR_DAMAGED); /* a successor must not take the step over and flush it */
         fail(commit);
         return;
     }
@@ -485,7 +490,7 @@ static void fill_record(struct commit *commit, const struct commit_facts *facts)
     if (commit->has_parent) {
         record->sequence = commit->newest.sequence + 1;
         record->parent = page_image_digest(&commit->newest, sizeof commit->newest);
-        record->table_place = 1 - commit->newest.table_place;
+        record->table_place = mutant(MUTANT_table_in_place) ? 0 : 1 - commit->newest.table_place;
     }
     record->table_bytes = commit_table_bytes(store_n_pages(commit->store));
     record->facts = *facts;
@@ -509,13 +514,17 @@ int commit_begin(struct commit *commit, const struct commit_facts *facts,
     CHECK(XXH3_128bits_reset(commit->table_hash) == XXH_OK);
     commit->on_done = on_done;
     commit->context = context;
-    commit->n_flushes = store_directory_count(commit->store);
+    commit->n_flushes =
+        mutant(MUTANT_flush_one_directory) ? 1 : store_directory_count(commit->store);
     commit->flushes_submitted = commit->flushes_done = 0;
     commit->flush_failed = 0;
     commit->blocked = 0;
     commit->phase = COMMIT_FLUSHING;
     fault_point(FAULT_io_before_flush);
-    (void)submit_flushes(commit);
+    if (mutant(MUTANT_no_flush))
+        enter_table_phase(commit, COMMIT_TABLE_WRITE);
+    else
+        (void)submit_flushes(commit);
     return 0;
 }
 

@@ -8,6 +8,7 @@
 
 #include "procs/check.h"
 #include "procs/error.h"
+#include "procs/mutant.h"
 
 #define STATE_MAGIC 0x3153454c42415450ull /* "PTABLES1" in memory */
 
@@ -114,6 +115,8 @@ void page_tables_anchored(struct page_tables *t)
 
 void page_tables_abandon(struct page_tables *t)
 {
+    if (mutant(MUTANT_half_applied_step_kept))
+        return;
     start_forming(t);
 }
 

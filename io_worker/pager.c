@@ -24,6 +24,7 @@
 #include "procs/error.h"
 #include "procs/fault.h"
 #include "procs/log.h"
+#include "procs/mutant.h"
 
 uint64_t pager_weights_bytes(const struct io *io, uint64_t page)
 {
@@ -192,7 +193,8 @@ static int lend_step(struct io *io)
     /* step s computes with what step s - 1 left: not before that decision has been taken in here */
     while (c->number <= order(&io->w->orders->begin_step) && c->number == io->apply_step + 1) {
         uint64_t page = visit_page(io->layout, &io->visits.visits[c->visit], c->k);
-        if (io->weights_version[page] != io->base_version ||
+        if ((io->weights_version[page] != io->base_version &&
+             !mutant(MUTANT_weights_before_update)) ||
             (rc = lend_weights(io, &io->visits, c, 0)) == 0)
             break;
         if (rc < 0)
@@ -403,7 +405,7 @@ static void on_slot_written(struct io_request *request, int result)
 static uint32_t choose_slot(const struct io *io, uint64_t page)
 {
     uint32_t pinned = io->exporter.export ? io->exporter.pinned[page].slot : SLOT_NONE;
-    int verify = io->plan->slots_per_page > 2;
+    int verify = io->plan->slots_per_page > 2 && !mutant(MUTANT_slots_not_anchored);
     struct slot_holders holders = {
         .anchor = verify ? io->tables.anchor[page].slot : io->tables.committed[page].slot,
         .committed = io->tables.committed[page].slot,
@@ -411,8 +413,10 @@ static uint32_t choose_slot(const struct io *io, uint64_t page)
         .complete = io->tables.complete[page].slot,
         .forming = SLOT_NONE,
         .pinned = &pinned,
-        .n_pinned = io->exporter.export ? 1 : 0,
+        .n_pinned = io->exporter.export && !mutant(MUTANT_export_not_pinned) ? 1 : 0,
     };
+    if (mutant(MUTANT_slot_from_step))
+        return (uint32_t)(io->apply_step % 2);
     return slots_choose(&holders, io->plan->slots_per_page);
 }
 
@@ -622,11 +626,13 @@ static int advance_step(struct io *io)
     uint64_t complete = order(&io->w->self->complete_step);
     uint64_t committed = order(&io->w->self->committed_step);
     int idle = commit_phase_now(io->commit) == COMMIT_IDLE;
-    if (io->apply_step > complete && io->pages_written == io->layout->n_pages) {
+    uint64_t pages = mutant(MUTANT_commit_before_writes) ? io->pages_back : io->pages_written;
+    if (io->apply_step > complete && pages == io->layout->n_pages) {
         announce_complete(io);
         return 1;
     }
-    if (io->apply_step != complete || !idle || read_back_needed(io))
+    if (io->apply_step != complete || (!idle && !mutant(MUTANT_apply_before_commit)) ||
+        read_back_needed(io))
         return 0;
     if (committed < complete && order(&orders->commit_step) >= complete) {
         atomic_store_explicit(&io->w->self->flushing, 1, memory_order_release);
@@ -635,7 +641,8 @@ static int advance_step(struct io *io)
                    ? -1
                    : 1;
     }
-    if (order(&orders->apply_step) > io->apply_step && order(&orders->commit_step) <= committed) {
+    if (order(&orders->apply_step) > io->apply_step &&
+        (order(&orders->commit_step) <= committed || mutant(MUTANT_apply_before_commit))) {
         begin_apply(io);
         return 1;
     }

@@ -13,8 +13,9 @@
 
 #include "io_worker/io.h"
 #include "procs/error.h"
-#include "procs/log.h"
 #include "procs/fault.h"
+#include "procs/log.h"
+#include "procs/mutant.h"
 
 int read_back_open(struct io *io)
 {
@@ -43,6 +44,8 @@ int read_back_needed(const struct io *io)
                      io->newest.facts.step < complete;
     int applying = atomic_load_explicit(&o->apply_step, memory_order_acquire) > io->apply_step &&
                    io->tables.complete != io->tables.committed;
+    if (mutant(MUTANT_skip_without_read_back))
+        return 0;
     return committing || applying;
 }
 

@@ -12,6 +12,7 @@
 #include "procs/check.h"
 #include "procs/clock.h"
 #include "procs/error.h"
+#include "procs/mutant.h"
 
 #include <errno.h>
 #include <stddef.h>
@@ -451,6 +452,8 @@ int store_table_load(struct store *store, const struct commit_record *record,
     (void)XXH3_freeState(tables.hash);
     if (rc < 0)
         return rc;
+    if (mutant(MUTANT_no_table_digest))
+        return 0;
     if (!page_digest_equal(found, record->table_digest)) {
         char want[33], have[33];
         page_digest_format(record->table_digest, want);
@@ -489,7 +492,7 @@ static int read_ring(struct store *store, struct store_ring *into, struct commit
         if (into->valid[i])
             continue;
         int rc = commit_record_verify(&read[i], store_options_of(store)->run, store_uuid(store));
-        if (rc == 0 && read[i].sequence % COMMIT_RECORD_RING != i)
+        if (rc == 0 && read[i].sequence % COMMIT_RECORD_RING != i && !mutant(MUTANT_one_record))
             rc = error_set(ERROR_FAILED, "commit record: sequence %llu in place %u of the ring",
                            (unsigned long long)read[i].sequence, i);
         into->valid[i] = rc == 0;
@@ -579,14 +582,14 @@ static int record_stands(struct store *store, const struct commit_record *record
                          struct page_entry *table, enum page_checks checks)
 {
     int rc = store_table_load(store, record, table);
-    if (rc == -ERROR_FAILED)
+    if (rc == -ERROR_FAILED && !mutant(MUTANT_no_second_read))
         rc = store_table_load(store, record, table);
     if (rc == -ERROR_STOPPED)
         return rc;
     if (rc < 0)
         return error_wrap("%s: offset %llu", store_file_path(store, store_commit_file(store)),
                           (unsigned long long)store_table_offset(store, record));
-    if (checks == CHECK_TABLE_ONLY)
+    if (checks == CHECK_TABLE_ONLY || mutant(MUTANT_no_slot_check))
         return 0;
     struct store_damage_sink sink = {0};
     rc = store_pages_verify(store, table, NULL, &sink);
@@ -661,7 +664,7 @@ static int find_commit(struct store *store, struct commit_record *out, struct pa
 int store_recover(struct store *store, struct commit_record *out, struct page_entry *table,
                   uint64_t *fell_back)
 {
-    if (store_flush(store) < 0)
+    if (!mutant(MUTANT_no_flush_at_recovery) && store_flush(store) < 0)
         return -ERROR_FAILED;
     return find_commit(store, out, table, CHECK_TABLE_AND_SLOTS, fell_back);
 }

@@ -15,6 +15,7 @@
 #include "procs/error.h"
 #include "procs/fault.h"
 #include "procs/log.h"
+#include "procs/mutant.h"
 
 /* One read of it: 0 with *good telling whether the digest fits, or an I/O error. */
 static int load_once(struct io *io, uint64_t page, struct io_request *request, int *good)
@@ -63,7 +64,8 @@ int takeover_load(struct io *io, uint64_t page)
 
 int takeover_stop(struct io *io)
 {
-    while (engine_in_flight(io->engine) > 0) { /* they still write into frames and slots */
+    while (engine_in_flight(io->engine) > 0 &&
+           !mutant(MUTANT_no_wait_for_transfers)) { /* they still write into frames and slots */
         (void)engine_wait(io->engine, WORKER_POLL_MS);
         if (io->commit)
             (void)commit_do_work(io->commit);
@@ -83,7 +85,8 @@ int takeover_keep(struct io *io)
     page_tables_abandon(&io->tables);
     for (uint64_t page = 0; page < io->layout->n_pages && rc == 0; page++)
         if (io->weights_version[page] != io->tables.complete[page].version) {
-            rc = takeover_load(io, page);
+            rc = mutant(MUTANT_stale_weights) ? 0 : takeover_load(io, page);
+            io->weights_version[page] = io->tables.complete[page].version;
             reloaded++;
         }
     log_line(LOG_INFO, "step %llu is kept; %llu pages of the abandoned step were read back",
@@ -107,7 +110,8 @@ static int adopt_commit(struct io *io)
     /* the forming place is free: the durable table of the newest record goes there to be compared
      */
     /* a flush that fails says so once: if it said so to the dead one, the next will say "done" */
-    if (atomic_load_explicit(&io->w->self->flushing, memory_order_acquire))
+    if (atomic_load_explicit(&io->w->self->flushing, memory_order_acquire) &&
+        !mutant(MUTANT_unseen_flush_taken_over))
         return error_set(ERROR_DAMAGED,
                          "the worker that died was flushing step %llu, and how that "
                          "ended is not known: the step is abandoned",
@@ -146,7 +150,7 @@ static int adopt_frames(struct io *io)
         int rc = worker_check(io->w);
         io->weights_version[page] = entry->version;
         io->weights_hash[page] = entry->digest[PART_WEIGHTS].low;
-        if (rc == 0 &&
+        if (rc == 0 && !mutant(MUTANT_frames_not_hashed) &&
             !page_digest_equal(page_image_digest(frame, bytes), entry->digest[PART_WEIGHTS])) {
             rc = takeover_load(io, page);
             read++;

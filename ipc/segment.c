@@ -13,6 +13,7 @@
 
 #include "procs/check.h"
 #include "procs/error.h"
+#include "procs/mutant.h"
 
 static int shm_room(uint64_t need)
 {
@@ -320,6 +321,8 @@ int segment_check_rings(const struct segment *s)
 
 void segment_reset_rings(const struct segment *s)
 {
+    if (mutant(MUTANT_no_ring_reset))
+        return;
     for (int r = 0; r < RING_COUNT; r++)
         for (uint32_t i = 0; i < s->plan->ring_producers[r].instances; i++) {
             _Atomic uint64_t *cursor = own_cursor(s, r, i);

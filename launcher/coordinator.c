@@ -21,6 +21,7 @@
 #include "procs/clock.h"
 #include "procs/error.h"
 #include "procs/fault.h"
+#include "procs/mutant.h"
 
 /* A norm times the clipping factor above this would overflow the second moment in f32. */
 #define UPDATE_NORM_MAX 1e18
@@ -295,8 +296,10 @@ static int may_decide(const struct launcher *l, uint64_t step)
     uint64_t exported = l->coordinator.exported;
     uint64_t committed = fact(&s->io->committed_step);
     if (fact(&s->orders->apply_step) >= step || fact(&s->gpu->backward_step) < step ||
-        l->coordinator.lined + 1 < step || committed < fact(&s->orders->commit_step) ||
-        (commit_due(l, step - 1) && committed + 1 < step) || !norms_ready(l, step))
+        l->coordinator.lined + 1 < step || !norms_ready(l, step))
+        return 0;
+    if (!mutant(MUTANT_apply_before_commit) && (committed < fact(&s->orders->commit_step) ||
+                                                (commit_due(l, step - 1) && committed + 1 < step)))
         return 0;
     return !(export_pending(l) && (step >= exported + 2 || export_due(l, step)));
 }
@@ -443,7 +446,7 @@ static int ask_commit(struct launcher *l)
     }
     if (!due)
         return 0;
-    int rc = flush_lines(l, complete);
+    int rc = mutant(MUTANT_line_after_record) ? 0 : flush_lines(l, complete);
     if (rc != 0)
         return rc < 0 ? rc : 0;
     fault_point(FAULT_launcher_before_commit);

@@ -13,6 +13,7 @@
 #include "procs/clock.h"
 #include "procs/error.h"
 #include "procs/fault.h"
+#include "procs/mutant.h"
 #include "procs/printable.h"
 
 enum { METRICS_LINE_BYTES_MAX = 16384, RETRY_MS = 200 };
@@ -128,6 +129,8 @@ static int open_file(struct metrics *m, const char *directory)
     m->durable = m->fd < 0 ? -1 : lseek(m->fd, 0, SEEK_END);
     if (m->durable < 0)
         return error_set(ERROR_FAILED, "%s: %s", m->path, strerror(errno));
+    if (mutant(MUTANT_metrics_name_not_durable))
+        return 0;
     int fd = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     int rc = fd < 0 || fsync(fd) < 0
                  ? error_set(ERROR_FAILED, "%s: fsync: %s", directory, strerror(errno))

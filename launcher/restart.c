@@ -9,6 +9,7 @@
 #include "procs/clock.h"
 #include "procs/error.h"
 #include "procs/fault.h"
+#include "procs/mutant.h"
 
 void restart_begin(struct launcher *l)
 {
@@ -30,7 +31,7 @@ static int all_stopped(struct launcher *l)
     for (uint32_t i = 0; i < l->session.n_children; i++) {
         struct child *child = &l->session.children[i];
         const struct worker_control *control = session_control(l, child);
-        if (child->state != CHILD_RUNNING ||
+        if (child->state != CHILD_RUNNING || mutant(MUTANT_no_wait_for_stop) ||
             atomic_load_explicit(&control->acknowledged, memory_order_acquire) == l->generation)
             continue;
         stopped = 0;

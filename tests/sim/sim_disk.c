@@ -278,7 +278,9 @@ static int64_t land_write(int inode, int flags, const void *data, uint64_t offse
         settle_torn(&torn);
         return (int64_t)bytes;
     }
-    disk.corrupted += fault == DISK_LOST || fault == DISK_MISDIRECTED || fault == DISK_ROT;
+    /* a table or record that was lost is found by its read-back, before anybody counts on it */
+    disk.corrupted += (fault == DISK_LOST && strstr(n->name, "/slots") != NULL) ||
+                      fault == DISK_MISDIRECTED || fault == DISK_ROT;
     if (fault == DISK_LOST)
         return (int64_t)bytes;
     if (fault == DISK_SHORT && bytes > SIM_SECTOR_BYTES) {

@@ -1,6 +1,8 @@
 /* Descriptors, fork, death, signals, sleeping, shared memory: what the product asks of the kernel beside files. */
 #include "tests/sim/sim.h"
 
+#include "ipc/page_table.h"
+
 #include <dirent.h>
 #include <errno.h>
 #include <poll.h>
@@ -17,7 +19,7 @@
 enum { SEGMENTS_MAX = 24, SEGMENT_BYTES = 512 << 10 };
 
 static unsigned char *segments[SEGMENTS_MAX];
-static int segment_refs[SEGMENTS_MAX];
+static int segment_refs[SEGMENTS_MAX], newest_segment;
 
 /* -- descriptors -- */
 
@@ -308,6 +310,7 @@ int sim_shm_open(const char *name, int flags, mode_t mode)
     for (int i = 0; i < SEGMENTS_MAX; i++)
         if (segment_refs[i] == 0 && !sim_segment_busy(segments[i], SEGMENT_BYTES)) {
             segment_refs[i] = 1;
+            newest_segment = i;
             sim_on_session();
             return sim_fd_new(FD_SHARED, i);
         }
@@ -325,6 +328,63 @@ void *sim_mmap(void *at, size_t bytes, int protection, int flags, int fd, off_t 
     (void)protection;
     (void)flags;
     return f && f->kind == FD_SHARED ? segments[f->object] + offset : MAP_FAILED;
+}
+
+static unsigned flip(unsigned char *at, uint64_t bytes)
+{
+    at[sim_below(bytes)] ^= 1u << sim_below(8);
+    return 1;
+}
+
+/* A descriptor that waits to be consumed. */
+static unsigned scribble_ring(unsigned char *memory, const struct plan *plan)
+{
+    for (int tries = 0; tries < 8; tries++) {
+        uint64_t r = sim_below(RING_COUNT);
+        uint64_t i = sim_below(plan->ring_producers[r].instances);
+        unsigned char *at = memory + plan->ring_producers[r].offset;
+        struct ring_producer_area *p = (void *)(at + plan->ring_producers[r].stride * i);
+        at = memory + plan->ring_consumers[r].offset + plan->ring_consumers[r].stride * i;
+        const struct ring_consumer_area *c = (const void *)at;
+        uint64_t waiting = p->head - c->tail;
+        if (waiting == 0 || waiting > plan->ring_depth[r])
+            continue;
+        uint64_t chosen = (c->tail + sim_below(waiting)) & (plan->ring_depth[r] - 1);
+        sim_trace("scribble: ring %s", topology_rings[r].name);
+        return flip((unsigned char *)&p->descriptors[chosen], sizeof p->descriptors[0]);
+    }
+    return 0;
+}
+
+static int has_segment(const struct plan *plan)
+{
+    return segment_refs[newest_segment] > 0 && plan->magic == PLAN_MAGIC;
+}
+
+unsigned sim_scribble_ring(void)
+{
+    unsigned char *memory = segments[newest_segment];
+    const struct plan *plan = (const void *)memory;
+    return has_segment(plan) ? scribble_ring(memory, plan) : 0;
+}
+
+unsigned sim_scribble_of_io(void)
+{
+    unsigned char *memory = segments[newest_segment];
+    const struct plan *plan = (const void *)memory;
+    if (!has_segment(plan))
+        return 0;
+    if (sim_chance(2)) {
+        sim_trace("scribble: page table");
+        return flip(memory + plan->regions[REGION_PAGE_TABLE].offset +
+                        PAGE_TABLE_STATES * PAGE_TABLE_STATE_BYTES,
+                    (uint64_t)PAGE_TABLE_PLACES * sim_layout.n_pages * PAGE_TABLE_ENTRY_BYTES);
+    }
+    const struct plan_pool *pool = &plan->pools[REGION_WEIGHTS_POOL];
+    uint64_t page = sim_below(sim_layout.n_pages);
+    sim_trace("scribble: WEIGHTS frame of page %llu", (unsigned long long)page);
+    return flip(memory + plan->regions[REGION_WEIGHTS_POOL].offset + pool->stride * page,
+                sim_layout.pages[page].elements * (plan->bf16 ? 2 : 4));
 }
 
 /* -- what is there and does nothing -- */
