@@ -251,7 +251,7 @@ struct golden {
     uint8_t state[SIM_STEPS_MAX + 1][16];
     int has_state[SIM_STEPS_MAX + 1];
     uint64_t exported[SIM_STEPS_MAX + 1]; /* hash of the weights of an export; 0 none */
-    double evaluated[SIM_STEPS_MAX + 1];
+    char evaluated[SIM_STEPS_MAX + 1][32]; /* loss */
     uint64_t ticks, yields, operations, transfers;
 };
 extern struct golden golden;
@@ -274,7 +274,6 @@ void sim_run_planned(const struct disk_plan *plans, unsigned n, uint64_t seed, i
 void sim_on_commit(const struct worker_control *io);
 void sim_on_resume(const struct worker_control *io, int alone);
 void sim_on_export(uint64_t step, uint64_t hash);
-void sim_on_evaluate(const struct worker_control *gpu);
 void sim_on_session(void);
 
 #endif

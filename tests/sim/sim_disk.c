@@ -907,6 +907,10 @@ int sim_disk_land_one(void)
         int64_t result = land(f);
         if (cuts(f->fault))
             disk.cut = 1;
+        if (f->fault != DISK_NONE && !f->dead && sim_chance(4)) { /* before it can look */
+            disk.done[DISK_KILL_AFTER]++;
+            sim_doom(&sim.processes[engines[f->engine].process], 1);
+        }
         sim_trace("disk: %s of %u bytes at %llu of %s ends with %lld%s",
                   f->t.op == IO_READ ? "read" : f->t.op == IO_WRITE ? "write" : "flush", f->t.bytes,
                   (unsigned long long)f->t.offset, inodes[files[f->file].inode].name,

@@ -208,8 +208,6 @@ void worker_fact(struct worker *w)
 {
     if (w->self->role == ROLE_IO)
         sim_on_commit(w->self);
-    if (w->self->role == ROLE_GPU)
-        sim_on_evaluate(w->self);
     sim_yield();
     real_worker_fact(w);
 }
