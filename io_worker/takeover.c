@@ -111,7 +111,7 @@ static int adopt_commit(struct io *io)
      */
     /* a flush that fails says so once: if it said so to the dead one, the next will say "done" */
     if (atomic_load_explicit(&io->w->self->flushing, memory_order_acquire) &&
-        !mutant(MUTANT_unseen_flush_taken_over))
+        !mutant(MUTANT_failed_flush_taken_over))
         return error_set(ERROR_DAMAGED,
                          "the worker that died was flushing step %llu, and how that "
                          "ended is not known: the step is abandoned",

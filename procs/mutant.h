@@ -15,7 +15,6 @@
     X(flush_error_ignored, "a flush that fails counts as done")                                    \
     X(failed_flush_taken_over,                                                                     \
       "the successor of an io_worker whose flush failed goes on with its step")                    \
-    X(unseen_flush_taken_over, "so does that of one that died before it saw how its flush ended")  \
     X(table_in_place, "every table goes to the same place")                                        \
     X(one_record, "every record goes to the same place")                                           \
     X(commit_before_writes, "a step is complete when its slot writes are submitted")               \

@@ -27,7 +27,7 @@ enum {
     BATCH = 256,
     JOBS_MAX = 64,
     SHOWN_MAX = 10,
-    MUTANT_SCHEDULES_MAX = 60000,
+    MUTANT_SCHEDULES_MAX = 40000,
     SWEEP_CONFIGURATIONS = 4,
 };
 
@@ -35,10 +35,9 @@ enum mutant mutant_now;
 
 static const struct {
     const char *name, *sentence;
-} mutants[MUTANT_COUNT] = {
-    {"none", ""},
+} mutants[MUTANT_COUNT] = {{"none", ""},
 #define X(name, sentence) {#name, sentence},
-    MUTANTS(X)
+                           MUTANTS(X)
 #undef X
 };
 
@@ -124,9 +123,9 @@ static void run_seeds(struct totals *t, uint64_t first, uint64_t n)
     }
 }
 
-static const enum disk_fault swept[] = {DISK_CUT_BEFORE, DISK_CUT_AFTER, DISK_CUT_TORN,
-                                        DISK_KILL_BEFORE, DISK_KILL_AFTER, DISK_EIO,
-                                        DISK_EIO_EVER, DISK_SHORT, DISK_EINTR, DISK_FLUSH_FAILS};
+static const enum disk_fault swept[] = {
+    DISK_CUT_BEFORE, DISK_CUT_AFTER, DISK_CUT_TORN, DISK_KILL_BEFORE, DISK_KILL_AFTER,
+    DISK_EIO,        DISK_EIO_EVER,  DISK_SHORT,    DISK_EINTR,       DISK_FLUSH_FAILS};
 enum { SWEPT = sizeof swept / sizeof swept[0] };
 
 /* Every operation x every fault; alone, and with a second fault in what follows. */
@@ -273,10 +272,11 @@ static void tell(const char *what, double seconds)
                  (unsigned long long)all.recoveries[0], (unsigned long long)all.recoveries[1],
                  (unsigned long long)all.recoveries[2], (unsigned long long)all.recoveries[3],
                  (unsigned long long)all.recoveries[4]);
-    (void)printf("  %.1f s, %.0f schedules per second of a core, %.0f ticks each; %llu violations\n",
-                 seconds, cpu > 0.0 ? (double)all.schedules / cpu : 0.0,
-                 all.schedules ? (double)all.ticks / (double)all.schedules : 0.0,
-                 (unsigned long long)all.violations);
+    (void)printf(
+        "  %.1f s, %.0f schedules per second of a core, %.0f ticks each; %llu violations\n",
+        seconds, cpu > 0.0 ? (double)all.schedules / cpu : 0.0,
+        all.schedules ? (double)all.ticks / (double)all.schedules : 0.0,
+        (unsigned long long)all.violations);
 }
 
 static void tell_json(const char *commit, uint64_t first, double seconds)
@@ -313,7 +313,9 @@ static int one(const struct arguments *a)
     }
     sim_run_random(a->seed, &result);
     (void)printf("seed %llu: %s\n", (unsigned long long)a->seed,
-                 result.violation ? result.violation : result.done ? "done" : "stopped for a cause");
+                 result.violation ? result.violation
+                 : result.done    ? "done"
+                                  : "stopped for a cause");
     return result.violation != NULL;
 }
 
@@ -420,7 +422,8 @@ static void parse(struct arguments *a, int argc, char **argv)
 
 int main(int argc, char **argv)
 {
-    struct arguments a = {.schedules = 1000, .jobs = (int)sysconf(_SC_NPROCESSORS_ONLN), .commit = ""};
+    struct arguments a = {
+        .schedules = 1000, .jobs = (int)sysconf(_SC_NPROCESSORS_ONLN), .commit = ""};
     parse(&a, argc, argv);
     if (a.jobs < 1 || a.jobs > JOBS_MAX)
         a.jobs = a.jobs < 1 ? 1 : JOBS_MAX;

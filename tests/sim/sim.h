@@ -2,12 +2,11 @@
  * The simulator: the product's own control code, all processes of a run in one, under virtual time.
  *
  *     sim_core.c    coroutines, scheduler, clock, random numbers, memory of a process
- *     sim_disk.c    a file system with sectors that are pending until flushed; locks; asynchronous I/O
- *     sim_process.c descriptors, fork, death, signals, sleeping
- *     sim_ipc.c     control messages that are lost, doubled, late; rings under watch
- *     sim_stand.c   stand-ins for what is not control: device, data, import, export, plan
- *     sim_run.c     one schedule: faults drawn from a seed, power cuts, the oracle
- *     main.c        many schedules: batches, the index sweep, mutants, the ledger
+ *     sim_disk.c    a file system with sectors that are pending until flushed; locks; asynchronous
+ * I/O sim_process.c descriptors, fork, death, signals, sleeping sim_ipc.c     control messages that
+ * are lost, doubled, late; rings under watch sim_stand.c   stand-ins for what is not control:
+ * device, data, import, export, plan sim_run.c     one schedule: faults drawn from a seed, power
+ * cuts, the oracle main.c        many schedules: batches, the index sweep, mutants, the ledger
  *
  * The Makefile compiles the product's sources a second time (tests/sim/scale.sed makes some sizes
  * smaller) and renames what they call outside of C (tests/sim/edges.syms): `open` becomes
@@ -31,10 +30,12 @@
 #include <stdarg.h>
 #include <stdint.h>
 
+#ifdef MTLAUNCH_SIM /* not so where a linter reads the product's own headers */
 _Static_assert(MODEL_BLOCK_ELEMENTS == 32 && (int)PAGE_IMAGE_HEADER_BYTES == 512 &&
                    (int)COMMIT_RECORD_BYTES == 1536 && (int)RING_CURSOR_BYTES == 64 &&
                    (int)OPT_WORKERS_MAX == 4 && (int)LAUNCHER_PATH_BYTES == 256,
                "tests/sim/scale.sed no longer finds what it makes smaller");
+#endif
 
 enum {
     SIM_PROCESSES_MAX = 24,
@@ -84,8 +85,8 @@ struct sim_process {
     void *stack_pointer;
     unsigned char *stack, *arena;
     uint64_t arena_used, arena_last;
-    uint64_t wake_ns, stopped_until_ns; /* stopped: not picked, whatever its state */
-    uint64_t doomed_tick;               /* killed then; 0 = not doomed */
+    uint64_t wake_ns, stopped_until_ns;      /* stopped: not picked, whatever its state */
+    uint64_t doomed_tick;                    /* killed then; 0 = not doomed */
     int sleeps_for_child, sleeps_for_engine; /* what ends the sleep early */
     struct endpoint *sleeps_for_message;
     struct sim_fd fds[SIM_FDS_MAX];
@@ -103,8 +104,8 @@ struct sim {
     uint64_t random, now_ns, tick;
     uint64_t yields;    /* places passed where a switch could have been: the clock of faults */
     uint64_t attention; /* at this place there is one */
-    int countdown;    /* places until the next switch, */
-    unsigned stretch; /* so many on average */
+    int countdown;      /* places until the next switch, */
+    unsigned stretch;   /* so many on average */
     unsigned weight_process, weight_io, weight_message, weight_time;
     int starved; /* this process is picked rarely; -1 none */
     struct sim_process processes[SIM_PROCESSES_MAX];
@@ -152,18 +153,18 @@ void sim_trace(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 enum disk_fault {
     DISK_NONE,
-    DISK_EIO,        /* this operation fails */
-    DISK_EIO_EVER,   /* and every later one on the same file, until sim_disk_heal() */
-    DISK_SHORT,      /* moves a part, says so */
-    DISK_EINTR,      /* EINTR or EAGAIN */
-    DISK_LOST,       /* a write is acknowledged and never lands */
-    DISK_MISDIRECTED,/* a write lands somewhere else in its file */
-    DISK_ROT,        /* a bit of what was written flips, after the write */
-    DISK_FLUSH_FAILS,/* a flush says EIO, its pages are dropped; the next one says success */
-    DISK_CUT_BEFORE, /* power goes before the operation does anything */
-    DISK_CUT_AFTER,  /* power goes when it is done */
-    DISK_CUT_TORN,   /* power goes when a part of it has landed */
-    DISK_KILL_BEFORE,/* its process dies before, or after, submitting it */
+    DISK_EIO,         /* this operation fails */
+    DISK_EIO_EVER,    /* and every later one on the same file, until sim_disk_heal() */
+    DISK_SHORT,       /* moves a part, says so */
+    DISK_EINTR,       /* EINTR or EAGAIN */
+    DISK_LOST,        /* a write is acknowledged and never lands */
+    DISK_MISDIRECTED, /* a write lands somewhere else in its file */
+    DISK_ROT,         /* a bit of what was written flips, after the write */
+    DISK_FLUSH_FAILS, /* a flush says EIO, its pages are dropped; the next one says success */
+    DISK_CUT_BEFORE,  /* power goes before the operation does anything */
+    DISK_CUT_AFTER,   /* power goes when it is done */
+    DISK_CUT_TORN,    /* power goes when a part of it has landed */
+    DISK_KILL_BEFORE, /* its process dies before, or after, submitting it */
     DISK_KILL_AFTER,
     DISK_FAULT_COUNT,
 };
@@ -182,15 +183,15 @@ struct disk {
     struct disk_plan plans[DISK_PLANS_MAX];
     unsigned n_plans;
     uint64_t done[DISK_FAULT_COUNT]; /* faults that really happened */
-    int cut; /* the power is to be cut at the next tick */
+    int cut;                         /* the power is to be cut at the next tick */
     unsigned in_flight;
     int corrupted; /* faults that may have damaged what was durable or acknowledged */
 };
 extern struct disk disk;
 
 void sim_disk_open(void);
-void sim_disk_format(void);        /* empty */
-void sim_disk_keep(void);          /* this is what sim_disk_restore() brings back */
+void sim_disk_format(void); /* empty */
+void sim_disk_keep(void);   /* this is what sim_disk_restore() brings back */
 void sim_disk_restore(void);
 void sim_disk_heal(void);          /* no more faults; what is damaged stays damaged */
 void sim_disk_power_cut(void);     /* all processes are gone already */
@@ -250,7 +251,7 @@ uint64_t sim_hash(uint64_t a, uint64_t b);
 struct golden {
     uint8_t state[SIM_STEPS_MAX + 1][16];
     int has_state[SIM_STEPS_MAX + 1];
-    uint64_t exported[SIM_STEPS_MAX + 1]; /* hash of the weights of an export; 0 none */
+    uint64_t exported[SIM_STEPS_MAX + 1];  /* hash of the weights of an export; 0 none */
     char evaluated[SIM_STEPS_MAX + 1][32]; /* loss */
     uint64_t ticks, yields, operations, transfers;
 };

@@ -59,8 +59,8 @@ void sim_trace(const char *format, ...)
     va_end(args);
     struct sim_process *p = sim.current < 0 ? NULL : &sim.processes[sim.current];
     (void)printf("%7llu %10.6f %s%.0u %s\n", (unsigned long long)sim.tick,
-                 (double)sim.now_ns * 1e-9, p ? topology_role_name(p->role) : "-",
-                 p ? p->index : 0, text);
+                 (double)sim.now_ns * 1e-9, p ? topology_role_name(p->role) : "-", p ? p->index : 0,
+                 text);
 }
 
 /* -- switching: callee-saved registers on the stack, nothing else -- */
@@ -394,8 +394,8 @@ void sim_free(void *memory)
 
 static unsigned char *map(uint64_t bytes)
 {
-    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                   -1, 0);
     if (p == MAP_FAILED) {
         perror("sim: mmap");
         exit(1);

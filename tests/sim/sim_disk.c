@@ -37,7 +37,7 @@ enum {
 };
 
 const char *const disk_fault_names[DISK_FAULT_COUNT] = {
-    "none", "eio",  "eio_ever",     "short",      "eintr",     "lost",     "misdirected",
+    "none", "eio",         "eio_ever",   "short",     "eintr",    "lost",        "misdirected",
     "rot",  "flush_fails", "cut_before", "cut_after", "cut_torn", "kill_before", "kill_after"};
 
 struct inode {
@@ -912,8 +912,10 @@ int sim_disk_land_one(void)
             sim_doom(&sim.processes[engines[f->engine].process], 1);
         }
         sim_trace("disk: %s of %u bytes at %llu of %s ends with %lld%s",
-                  f->t.op == IO_READ ? "read" : f->t.op == IO_WRITE ? "write" : "flush", f->t.bytes,
-                  (unsigned long long)f->t.offset, inodes[files[f->file].inode].name,
+                  f->t.op == IO_READ    ? "read"
+                  : f->t.op == IO_WRITE ? "write"
+                                        : "flush",
+                  f->t.bytes, (unsigned long long)f->t.offset, inodes[files[f->file].inode].name,
                   (long long)result, f->dead ? " (of a dead process)" : "");
         if (!f->dead) {
             struct sim_engine *e = &engines[f->engine];

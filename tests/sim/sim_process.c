@@ -1,4 +1,5 @@
-/* Descriptors, fork, death, signals, sleeping, shared memory: what the product asks of the kernel beside files. */
+/* Descriptors, fork, death, signals, sleeping, shared memory: what the product asks of the kernel
+ * beside files. */
 #include "tests/sim/sim.h"
 
 #include "ipc/page_table.h"

@@ -5,8 +5,8 @@
  * of the undisturbed run at that step. No announced commit is lost, except that a write which the
  * disk lost, misplaced or let rot may cost one. Every export and every evaluation is that of the
  * undisturbed run. At the end every step has one line in metrics.jsonl. The run ends, within a
- * bounded number of ticks, done, or with a stop that the injected faults account for; and after such
- * a stop, with the faults gone, a new start completes it.
+ * bounded number of ticks, done, or with a stop that the injected faults account for; and after
+ * such a stop, with the faults gone, a new start completes it.
  */
 #include "tests/sim/sim.h"
 
@@ -47,11 +47,12 @@ static struct {
     int launcher, status;      /* pid; how the newest one ended */
     uint64_t committed;        /* newest commit known */
     int any_commit;
-    int corrupted_seen;        /* of disk.corrupted, what a step back has been granted for */
-    unsigned deaths;           /* injected since the newest commit */
-    unsigned disturbances;     /* of any kind */
-    int healed;                /* a stop was reached: the rest runs without faults */
-    int second;                /* pid of a second launcher on the same run; 0 none */
+    int corrupted_seen;     /* of disk.corrupted, what a step back has been granted for */
+    unsigned deaths;        /* injected since the newest commit, */
+    unsigned deaths_before; /* and between it and the one before: the launcher may be behind */
+    unsigned disturbances;  /* of any kind */
+    int healed;             /* a stop was reached: the rest runs without faults */
+    int second;             /* pid of a second launcher on the same run; 0 none */
     int second_status;
     uint64_t second_launchers; /* started until then: it was alone with the run if there are more */
     struct sim_result *result;
@@ -80,6 +81,12 @@ static void check_state(const char *what, uint64_t step, const uint8_t hash[16])
                   found, expected);
 }
 
+static void forget_deaths(void)
+{
+    run.deaths_before = run.deaths;
+    run.deaths = 0;
+}
+
 void sim_on_commit(const struct worker_control *io)
 {
     uint64_t step = io->committed_step, complete = io->complete_step;
@@ -93,7 +100,7 @@ void sim_on_commit(const struct worker_control *io)
                       (unsigned long long)run.committed);
     run.any_commit = 1;
     run.committed = step;
-    run.deaths = 0;
+    forget_deaths();
 }
 
 /* io_worker is READY: in a new session, or (alone) in a restart of one worker. */
@@ -114,7 +121,8 @@ void sim_on_resume(const struct worker_control *io, int alone)
         run.snapshot = 0;
     }
     if (run.any_commit && step < run.committed) {
-        /* a commit that was given up may look whole again until the redo's flush; and if that fails... */
+        /* a commit that was given up may look whole again until the redo's flush; and if that
+         * fails... */
         int damage = disk.corrupted ? disk.corrupted + (int)disk.done[DISK_FLUSH_FAILS] : 0;
         if (damage <= run.corrupted_seen || run.committed - step > config.durability)
             sim_violation("resume at step %llu, though step %llu was committed",
@@ -123,7 +131,7 @@ void sim_on_resume(const struct worker_control *io, int alone)
         run.result->recoveries[3]++;
     }
     if (step > run.committed)
-        run.deaths = 0;
+        forget_deaths();
     run.any_commit = 1;
     run.committed = step;
 }
@@ -193,7 +201,7 @@ static void start_launcher(void)
 
 static struct sim_process *random_worker(void)
 {
-    struct sim_process *able[SIM_PROCESSES_MAX];
+    struct sim_process *able[SIM_PROCESSES_MAX] = {NULL};
     uint64_t n = 0;
     for (int i = 0; i < SIM_PROCESSES_MAX; i++) {
         struct sim_process *p = &sim.processes[i];
@@ -225,7 +233,8 @@ static void cut_power(void)
 
 static void stop_for_a_while(struct sim_process *p)
 {
-    static const uint64_t seconds[] = {0, 1, 5, 70}; /* the last one is beyond the watchdog's floors */
+    static const uint64_t seconds[] = {0, 1, 5,
+                                       70}; /* the last one is beyond the watchdog's floors */
     uint64_t s = sim_chance(64) ? 650 : seconds[sim_below(4)];
     p->stopped_until_ns = sim.now_ns + s * 1000000000u + sim_below(50000000);
     sim_trace("stop of %s.%u for %llu s", topology_role_name(p->role), p->index,
@@ -334,7 +343,8 @@ static void check_evaluation(const char *line)
 {
     unsigned long long step;
     char loss[32];
-    const char *at = strncmp(line, "{\"event\": \"eval\"", 16) == 0 ? strstr(line, "\"step\"") : NULL;
+    const char *at =
+        strncmp(line, "{\"event\": \"eval\"", 16) == 0 ? strstr(line, "\"step\"") : NULL;
     if (!at || sscanf(at, "\"step\": %llu, \"val_loss\": %31[^,]", &step, loss) != 2 ||
         step > config.steps)
         return;
@@ -350,7 +360,11 @@ static void check_metrics(void)
     uint64_t n, seen[SIM_STEPS_MAX + 2] = {0};
     const char *text = (const char *)sim_disk_bytes("/run/metrics.jsonl", &n);
     char hash[33];
-    for (const char *line = text, *end = text + n; text && line < end;) {
+    if (!text) {
+        sim_violation("done without metrics.jsonl");
+        return;
+    }
+    for (const char *line = text, *end = text + n; line < end;) {
         const char *next = memchr(line, '\n', (size_t)(end - line));
         unsigned long long step;
         char found[40] = "";
@@ -388,8 +402,8 @@ static void check_done(void)
     sim.over = 1;
 }
 
-/* Of all faults of the disk only one lost write, with three slots, after the import: what the design
- * answers by going one commit back, without a stop. */
+/* Of all faults of the disk only one lost write, with three slots, after the import: what the
+ * design answers by going one commit back, without a stop. */
 static int only_one_lost(void)
 {
     return disk_faults() == 1 && disk.done[DISK_LOST] == 1 && config.slots == 3 &&
@@ -399,7 +413,8 @@ static int only_one_lost(void)
 /* A stop (T4): is there a cause, and does a new start go on when the cause is gone? */
 static void stopped(int status)
 {
-    uint64_t deaths = run.deaths + disk.done[DISK_KILL_BEFORE] + disk.done[DISK_KILL_AFTER];
+    uint64_t deaths =
+        run.deaths + run.deaths_before + disk.done[DISK_KILL_BEFORE] + disk.done[DISK_KILL_AFTER];
     run.result->recoveries[4]++;
     sim_trace("the launcher ended with status %d", status);
     if ((disk_faults() == 0 || only_one_lost()) && deaths < 3)
@@ -443,8 +458,7 @@ static void check_second(void)
         return;
     if (run.second_status != ERROR_BUSY && run.second_status != STATUS_KILLED &&
         run.second_launchers == run.result->launchers && disk_faults() == 0)
-        sim_violation("a second launcher on the same run ended with status %d",
-                      run.second_status);
+        sim_violation("a second launcher on the same run ended with status %d", run.second_status);
     run.second = 0;
 }
 
@@ -555,8 +569,8 @@ void sim_run_random(uint64_t seed, struct sim_result *result)
     run_to_the_end();
 }
 
-void sim_run_planned(const struct disk_plan *plans, unsigned n, uint64_t seed,
-                     int from_nothing, struct sim_result *result)
+void sim_run_planned(const struct disk_plan *plans, unsigned n, uint64_t seed, int from_nothing,
+                     struct sim_result *result)
 {
     reset(seed, result);
     if (from_nothing)

@@ -7,6 +7,7 @@
  * The device copies asynchronously, as a GPU does: what was enqueued moves at synchronize(), not
  * before, so a frame given back too early is seen.
  */
+#define PROCS_ERROR_BODIES
 #include "tests/sim/sim.h"
 
 #include "gpu_worker/gpu.h"
@@ -223,7 +224,7 @@ int data_open(struct data **d, const struct data_config *c, data_progress_fn *pr
 {
     (void)c;
     *d = &the_data;
-    return progress(arg, "", 1, 1) ? -ERROR_STOPPED : 0;
+    return progress && progress(arg, "", 1, 1) ? -ERROR_STOPPED : 0;
 }
 
 void data_close(struct data *d)
@@ -296,7 +297,8 @@ int import_page(struct import *im, const struct model_page *page, void *weights,
     return 0;
 }
 
-struct export {
+struct export
+{
     uint64_t hash, step;
     char out[SIM_PATH_BYTES];
 };
@@ -798,9 +800,7 @@ void log_set_threshold(enum log_level level)
 {
     (void)level;
 }
-void log_close(void)
-{
-}
+void log_close(void) {}
 
 void progress_say(struct progress *progress, const char *format, ...)
 {
