@@ -31,7 +31,7 @@ library  = $(BUILD)/lib$(1).a
 TESTS    := $(sort $(wildcard tests/*/test_*.c))
 TESTBINS := $(patsubst tests/%.c,$(BUILD)/tests/%,$(TESTS))
 
-.PHONY: all workers install test check unit tsan soak chaos powercut lint tidy cppcheck format format-check
+.PHONY: all workers install test check unit tsan soak soak-sim chaos powercut lint tidy cppcheck format format-check
 .PHONY: fuzz fuzzers fuzz-build fuzz-coverage benches numbers goldens quickstart help clean
 # ./mtlaunch is always the release build; a sanitized launcher stays in its build folder
 all: $(if $(SANITIZE),$(BUILD)/bin/mtlaunch workers,mtlaunch)
@@ -173,6 +173,9 @@ fuzz:
 powercut: all
 	python3 -u tests/powercut.py
 
+soak-sim: build/sim/bin/sim
+	build/sim/bin/sim --soak $(SECONDS) --commit $$(git rev-parse --short HEAD) --ledger docs/measured/soak-sim.jsonl
+
 numbers: all benches tools/venv/installed
 	tools/venv/bin/python bench/measure.py
 
@@ -228,6 +231,7 @@ help:
 	@echo 'make unit | tsan   C tests; the ring tests under ThreadSanitizer'
 	@echo 'make lint          clang-format, cppcheck, clang-tidy;  make format: reformat everything'
 	@echo 'make soak SECONDS=n   random kills of live runs for n seconds, noted in docs/measured/soak.jsonl'
+	@echo 'make soak-sim SECONDS=n   simulated schedules, noted in docs/measured/soak-sim.jsonl (tests/sim)'
 	@echo 'make chaos N=n     n cases: each fault point with each way to die, then random ones; docs/measured/chaos.jsonl'
 	@echo 'make fuzz SECONDS=n   each fuzz target for n seconds (60), new inputs kept in build/fuzz'
 	@echo 'make powercut      the power fails at every write of several runs; docs/measured/powercut.jsonl'

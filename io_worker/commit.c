@@ -69,7 +69,7 @@ void page_entry_seal(struct page_entry *entry)
 
 int page_entry_valid(const struct page_entry *entry)
 {
-    return mutant(MUTANT_no_entry_hash) || entry->entry_hash == entry_hash(entry);
+    return entry->entry_hash == entry_hash(entry);
 }
 
 void page_entry_from_image(struct page_entry *entry, const void *image, uint32_t slot)

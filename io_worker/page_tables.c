@@ -134,7 +134,7 @@ static int state_is_good(const struct page_tables_state *s, uint64_t n_pages)
 static int check_table(const struct page_tables *t, const struct page_entry *table,
                        const char *name, unsigned slots_per_page)
 {
-    for (uint64_t page = 0; page < t->n_pages; page++) {
+    for (uint64_t page = 0; page < t->n_pages && !mutant(MUTANT_page_table_believed); page++) {
         const struct page_entry *e = &table[page];
         if (!page_entry_valid(e) || e->page != page || e->slot >= slots_per_page)
             return error_set(ERROR_DAMAGED,
@@ -167,7 +167,7 @@ int page_tables_adopt(struct page_tables *t, void *memory, uint64_t n_pages,
         check_table(t, t->complete, "complete", slots_per_page) < 0)
         return -(int)error_kind_now();
     struct page_digest hash = commit_state_hash(&t->state.facts, t->complete, n_pages);
-    if (!page_digest_equal(hash, t->state.state_hash))
+    if (!page_digest_equal(hash, t->state.state_hash) && !mutant(MUTANT_page_table_believed))
         return error_set(ERROR_DAMAGED,
                          "page table in shared memory: the complete step's hash does not fit");
     start_forming(t); /* what was forming counts for nothing */

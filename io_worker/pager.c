@@ -413,7 +413,7 @@ static uint32_t choose_slot(const struct io *io, uint64_t page)
         .complete = io->tables.complete[page].slot,
         .forming = SLOT_NONE,
         .pinned = &pinned,
-        .n_pinned = io->exporter.export && !mutant(MUTANT_export_not_pinned) ? 1 : 0,
+        .n_pinned = io->exporter.export ? 1 : 0,
     };
     if (mutant(MUTANT_slot_from_step))
         return (uint32_t)(io->apply_step % 2);

@@ -28,7 +28,6 @@
     X(skip_without_read_back,                                                                      \
       "a skipped step is committed before the newest commit was read back")                        \
     X(slot_from_step, "the slot follows from the step's parity")                                   \
-    X(export_not_pinned, "slots of a version that is being exported are reused")                   \
     X(no_fence, "the store's files are not locked")                                                \
     X(no_run_lock, "the run directory is not locked")                                              \
     X(no_descriptor_check, "a descriptor is believed without its check")                           \
@@ -37,7 +36,7 @@
     X(no_wait_for_stop, "a restart does not wait until every survivor has stopped")                \
     X(stale_weights, "weights that the abandoned step had replaced are not read again")            \
     X(frames_not_hashed, "a successor believes the WEIGHTS frames that it finds")                  \
-    X(no_entry_hash, "an entry of the page table is believed without its hash")                    \
+    X(page_table_believed, "a successor believes the page table that it finds")                    \
     X(apply_before_commit, "a step is applied while the one before is being committed")            \
     X(weights_before_update, "WEIGHTS lends a page before it holds the version of the step")       \
     X(return_before_copy, "a microbatch frame is given back before the copy from it ends")         \

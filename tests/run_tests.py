@@ -276,6 +276,16 @@ def part_kill(runner):
     return python_programs(runner, "kill")
 
 
+def part_sim(runner):
+    """The control code over simulated edges: random schedules, every I/O x every fault, mutants."""
+    outcome = runner.make("build the simulator", ["-j%d" % CORES, "build/sim/bin/sim"])
+    if not outcome.failed:
+        for arguments in (["--schedules", "50000"], ["--sweep"], ["--mutants"]):
+            outcome.add(runner.program("sim " + arguments[0][2:], ["build/sim/bin/sim"] + arguments,
+                                       dict(os.environ), SECONDS_MAX["py"]))
+    return outcome
+
+
 def part_tidy(runner):
     return runner.make("clang-tidy", ["-k", "-j%d" % CORES, "tidy"])
 
@@ -285,6 +295,7 @@ PARTS = {
     "unit": part_unit,
     "format": part_format,
     "cppcheck": part_cppcheck,
+    "sim": part_sim,
     "step": part_step,
     "sanitize": part_sanitize,
     "tsan": part_tsan,

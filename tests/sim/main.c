@@ -2,7 +2,8 @@
  * Many schedules: which, on how many cores, and what came of them.
  *
  *     sim --schedules N [--first SEED] [--jobs J]     N schedules from SEED on
- *     sim --soak SECONDS [--commit NAME]              fresh seeds; prints one JSON line at the end
+ *     sim --soak SECONDS [--commit NAME] [--ledger FILE]
+ *                                                     fresh seeds; appends one JSON line at the end
  *     sim --seed N [--trace] [--mutant NAME]          one schedule again
  *     sim --sweep                                     every I/O of a short run x every fault
  *     sim --mutants                                   each switched-off mechanism is noticed
@@ -28,7 +29,7 @@ enum {
     JOBS_MAX = 64,
     SHOWN_MAX = 10,
     MUTANT_SCHEDULES_MAX = 40000,
-    SWEEP_CONFIGURATIONS = 4,
+    SWEEP_CONFIGURATIONS = 2,
 };
 
 enum mutant mutant_now;
@@ -279,29 +280,32 @@ static void tell(const char *what, double seconds)
         (unsigned long long)all.violations);
 }
 
-static void tell_json(const char *commit, uint64_t first, double seconds)
+static void tell_json(FILE *out, const char *commit, uint64_t first, double seconds)
 {
     double cpu = (double)all.cpu_us * 1e-6;
-    (void)printf("{\"name\": \"sim\", \"commit\": \"%s\", \"schedules\": %llu, \"kills\": %llu, "
-                 "\"power_cuts\": %llu, \"stops\": %llu, \"faults\": {",
-                 commit, (unsigned long long)all.schedules, (unsigned long long)all.kills,
-                 (unsigned long long)all.power_cuts, (unsigned long long)all.stops);
+    (void)fprintf(out,
+                  "{\"name\": \"sim\", \"commit\": \"%s\", \"schedules\": %llu, \"kills\": %llu, "
+                  "\"power_cuts\": %llu, \"stops\": %llu, \"faults\": {",
+                  commit, (unsigned long long)all.schedules, (unsigned long long)all.kills,
+                  (unsigned long long)all.power_cuts, (unsigned long long)all.stops);
     for (int f = 1; f < DISK_FAULT_COUNT; f++)
-        (void)printf("%s\"%s\": %llu", f > 1 ? ", " : "", disk_fault_names[f],
-                     (unsigned long long)all.faults[f]);
-    (void)printf("}, \"recoveries\": {\"launcher\": %llu, \"T1\": %llu, \"T2\": %llu, "
-                 "\"T3\": %llu, \"T4\": %llu}, \"violations\": %llu, \"seconds\": %.0f, "
-                 "\"schedules_per_core_second\": %.0f, \"first_seed\": %llu}\n",
-                 (unsigned long long)all.recoveries[0], (unsigned long long)all.recoveries[1],
-                 (unsigned long long)all.recoveries[2], (unsigned long long)all.recoveries[3],
-                 (unsigned long long)all.recoveries[4], (unsigned long long)all.violations, seconds,
-                 cpu > 0.0 ? (double)all.schedules / cpu : 0.0, (unsigned long long)first);
+        (void)fprintf(out, "%s\"%s\": %llu", f > 1 ? ", " : "", disk_fault_names[f],
+                      (unsigned long long)all.faults[f]);
+    (void)fprintf(out,
+                  "}, \"recoveries\": {\"launcher\": %llu, \"T1\": %llu, \"T2\": %llu, "
+                  "\"T3\": %llu, \"T4\": %llu}, \"violations\": %llu, \"seconds\": %.0f, "
+                  "\"schedules_per_core_second\": %.0f, \"first_seed\": %llu}\n",
+                  (unsigned long long)all.recoveries[0], (unsigned long long)all.recoveries[1],
+                  (unsigned long long)all.recoveries[2], (unsigned long long)all.recoveries[3],
+                  (unsigned long long)all.recoveries[4], (unsigned long long)all.violations,
+                  seconds, cpu > 0.0 ? (double)all.schedules / cpu : 0.0,
+                  (unsigned long long)first);
 }
 
 struct arguments {
     uint64_t schedules, first, seed, soak;
     int jobs, sweep, mutants, has_seed, has_first;
-    const char *commit;
+    const char *commit, *ledger;
 };
 
 static int one(const struct arguments *a)
@@ -324,10 +328,17 @@ static int many(const struct arguments *a, const char *what)
     uint64_t start = now_us(CLOCK_MONOTONIC);
     run_batches(a->jobs, a->sweep ? run_sweep : run_seeds, a->sweep ? next_sweep : next_seeds);
     double seconds = (double)(now_us(CLOCK_MONOTONIC) - start) * 1e-6;
-    if (a->soak)
-        tell_json(a->commit, a->first, seconds);
-    else
-        tell(what, seconds);
+    tell(what, seconds);
+    if (a->soak) {
+        FILE *ledger = a->ledger ? fopen(a->ledger, "ae") : stdout;
+        if (!ledger) {
+            perror(a->ledger);
+            return 1;
+        }
+        tell_json(ledger, a->commit, a->first, seconds);
+        if (a->ledger)
+            (void)fclose(ledger);
+    }
     return all.violations != 0;
 }
 
@@ -337,9 +348,8 @@ static int schedules(const struct arguments *a)
     work.end = a->soak ? UINT64_MAX : a->first + a->schedules;
     work.deadline_us = a->soak ? now_us(CLOCK_MONOTONIC) + a->soak * 1000000u : 0;
     int bad = many(a, "schedules");
-    if (!a->soak)
-        (void)printf("%s schedules from seed %llu on\n", bad ? "not ok" : "ok",
-                     (unsigned long long)a->first);
+    (void)printf("%s schedules from seed %llu on\n", bad ? "not ok" : "ok",
+                 (unsigned long long)a->first);
     return bad;
 }
 
@@ -411,6 +421,8 @@ static void parse(struct arguments *a, int argc, char **argv)
             a->jobs = atoi(value);
         } else if (strcmp(argv[i - 1], "--commit") == 0) {
             a->commit = value;
+        } else if (strcmp(argv[i - 1], "--ledger") == 0) {
+            a->ledger = value;
         } else if (strcmp(argv[i - 1], "--mutant") == 0) {
             mutant_now = mutant_named(value);
         } else {

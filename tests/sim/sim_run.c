@@ -53,8 +53,7 @@ static struct {
     unsigned disturbances;  /* of any kind */
     int healed;             /* a stop was reached: the rest runs without faults */
     int second;             /* pid of a second launcher on the same run; 0 none */
-    int second_status;
-    uint64_t second_launchers; /* started until then: it was alone with the run if there are more */
+    int using;              /* pid of the launcher that opened the newest session */
     struct sim_result *result;
 } run;
 
@@ -149,6 +148,10 @@ void sim_on_export(uint64_t step, uint64_t hash)
 
 void sim_on_session(void)
 {
+    int pid = sim_self()->pid;
+    if (pid != run.using && sim_find(run.using))
+        sim_violation("two launchers at once on one run: pid %d and pid %d", run.using, pid);
+    run.using = pid;
     if (run.result->sessions++ > 0 && sim_self()->index == 0)
         run.result->recoveries[2]++;
 }
@@ -185,8 +188,6 @@ static int launcher_entry(struct sim_process *p)
     int status = -launch(&l);
     if (p->pid == run.launcher)
         run.status = status;
-    else
-        run.second_status = status;
     return status;
 }
 
@@ -300,10 +301,8 @@ static void happen(const struct event *e)
         scribble();
         break;
     case EVENT_SECOND_LAUNCHER:
-        if (launcher && !run.second) {
-            run.second_status = STATUS_KILLED;
+        if (launcher && !sim_find(run.second)) {
             run.second = sim_spawn(ROLE_LAUNCHER, 1, launcher_entry)->pid;
-            run.second_launchers = run.result->launchers;
         }
         break;
     }
@@ -451,17 +450,6 @@ static void on_launcher_end(void)
         sim_violation("%d launchers and no end", LAUNCHERS_MAX);
 }
 
-/* A second launcher on a run in use leaves at once and says so. */
-static void check_second(void)
-{
-    if (!run.second || sim_find(run.second))
-        return;
-    if (run.second_status != ERROR_BUSY && run.second_status != STATUS_KILLED &&
-        run.second_launchers == run.result->launchers && disk_faults() == 0)
-        sim_violation("a second launcher on the same run ended with status %d", run.second_status);
-    run.second = 0;
-}
-
 static void run_to_the_end(void)
 {
     uint64_t deaths = sim.deaths;
@@ -475,7 +463,6 @@ static void run_to_the_end(void)
             take_events();
         if (deaths != sim.deaths) {
             deaths = sim.deaths;
-            check_second();
             if (!sim_find(run.launcher))
                 on_launcher_end();
         } else if (!sim_tick()) {
