@@ -253,7 +253,7 @@ static void scribble(void)
             io = &sim.processes[sim.live[i]];
     run.deaths++;
     run.disturbances++;
-    if (sim_chance(2) || !io) {
+    if (sim_chance(4) || !io) {
         (void)sim_scribble_ring();
     } else {
         sim_kill(io, SIGSEGV);
@@ -541,7 +541,7 @@ static void draw_faults(void)
         add_events(EVENT_STOP, 1);
     if (sim_chance(12))
         add_events(EVENT_SECOND_LAUNCHER, 1);
-    if (sim_chance(8))
+    if (sim_chance(6))
         add_events(EVENT_SCRIBBLE, 1);
 }
 
