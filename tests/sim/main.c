@@ -94,7 +94,7 @@ static int prepare(uint64_t configuration)
 {
     enum mutant wanted = mutant_now;
     int trace = sim.trace;
-    mutant_now = MUTANT_none;
+    mutant_now = MUTANT_none; /* the truth */
     sim.trace = 0;
     sim_stand_configure(configuration);
     int rc = sim_run_golden(configuration);

@@ -214,6 +214,7 @@ struct sim_fd *sim_fd_get(int fd);
 int sim_fd_readable(struct sim_process *p, int fd);
 void sim_process_reset(void);
 void sim_process_gone(struct sim_process *p); /* closes what it held */
+int sim_segment_new(void);                    /* a descriptor */
 unsigned char *sim_segment_bytes(int object, uint64_t *bytes);
 /* Flips a bit in the newest segment: in a descriptor, or in what only io_worker writes. 1 if it
  * did. */

@@ -24,6 +24,7 @@
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/vfs.h>
+#include <unistd.h>
 
 enum {
     INODES_MAX = 48,
@@ -452,6 +453,8 @@ int sim_open(const char *path, int flags, ...);
 int sim_open(const char *path, int flags, ...)
 {
     int nameless = (flags & O_TMPFILE) == O_TMPFILE;
+    if (nameless && strcmp(path, "/dev/shm") == 0)
+        return sim_segment_new();
     if (!nameless && (flags & O_DIRECTORY))
         return sim_fd_new(FD_DIRECTORY, 0);
     int inode = nameless ? new_inode(NULL, 0) : find(path);
@@ -476,10 +479,10 @@ int sim_flock(int fd, int operation)
         return 0;
     }
     for (int i = 0; i < OPEN_MAX; i++)
-        if (i != file && files[i].refs > 0 && files[i].locked &&
-            files[i].inode == files[file].inode)
+        if (i != file && files[i].refs > 0 && files[i].inode == files[file].inode &&
+            (files[i].locked & LOCK_EX || (files[i].locked && operation & LOCK_EX)))
             return set_errno(EWOULDBLOCK);
-    files[file].locked = 1;
+    files[file].locked = operation & (LOCK_SH | LOCK_EX);
     return 0;
 }
 
@@ -635,7 +638,9 @@ static void fill_stat(const struct inode *n, struct stat *st)
     st->st_mode = !n || n->is_directory ? S_IFDIR | 0700 : S_IFREG | 0600;
     st->st_size = n ? (off_t)n->size : 0;
     st->st_blocks = (st->st_size + 511) / 512;
+    st->st_uid = geteuid();
     st->st_dev = 1;
+    st->st_ino = n ? (ino_t)(n - inodes) + 2 : 1;
 }
 
 int sim_stat(const char *path, struct stat *st);
@@ -666,9 +671,9 @@ int sim_fstat(int fd, struct stat *st)
         return 0;
     }
     int file = file_of(fd);
-    if (file < 0)
+    if (file < 0 && (!f || f->kind != FD_DIRECTORY))
         return set_errno(EBADF);
-    fill_stat(&inodes[files[file].inode], st);
+    fill_stat(file < 0 ? NULL : &inodes[files[file].inode], st);
     return 0;
 }
 

@@ -3,6 +3,8 @@
 #include "tests/sim/sim.h"
 
 #include "ipc/page_table.h"
+#include "launcher/orphans.h"
+#include "procs/lifeline.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -294,6 +296,34 @@ void check_set_panic_buffer(char *buffer, size_t bytes)
     sim_self()->panic_bytes = bytes;
 }
 
+/* Workers of this run whose launcher is gone, as /proc would show them: ended, and waited for. */
+int orphans_mark(const uint8_t id[RUN_ID_BYTES])
+{
+    (void)id;
+    return 0;
+}
+
+int orphans_end(const uint8_t id[RUN_ID_BYTES])
+{
+    int n = 0;
+    (void)id;
+    sim_yield();
+    for (int i = 0; i < SIM_PROCESSES_MAX; i++) {
+        struct sim_process *p = &sim.processes[i];
+        if (p->role == ROLE_LAUNCHER || p->parent != 1 ||
+            (p->state != SIM_RUNNABLE && p->state != SIM_SLEEPING))
+            continue;
+        sim_kill(p, SIGKILL);
+        n++;
+    }
+    return n;
+}
+
+int lifeline_is_cut(void)
+{
+    return sim_self()->parent == 1;
+}
+
 /* -- shared memory -- */
 
 unsigned char *sim_segment_bytes(int object, uint64_t *bytes)
@@ -302,12 +332,8 @@ unsigned char *sim_segment_bytes(int object, uint64_t *bytes)
     return segments[object];
 }
 
-int sim_shm_open(const char *name, int flags, mode_t mode);
-int sim_shm_open(const char *name, int flags, mode_t mode)
+int sim_segment_new(void)
 {
-    (void)name;
-    (void)flags;
-    (void)mode;
     for (int i = 0; i < SEGMENTS_MAX; i++)
         if (segment_refs[i] == 0 && !sim_segment_busy(segments[i], SEGMENT_BYTES)) {
             segment_refs[i] = 1;
@@ -318,6 +344,15 @@ int sim_shm_open(const char *name, int flags, mode_t mode)
     sim_violation("sim: more than %d segments", SEGMENTS_MAX);
     errno = ENOMEM;
     return -1;
+}
+
+int sim_shm_open(const char *name, int flags, mode_t mode);
+int sim_shm_open(const char *name, int flags, mode_t mode)
+{
+    (void)name;
+    (void)flags;
+    (void)mode;
+    return sim_segment_new();
 }
 
 void *sim_mmap(void *at, size_t bytes, int protection, int flags, int fd, off_t offset);
@@ -396,6 +431,22 @@ int sim_munmap(void *p, size_t n)
     (void)p;
     (void)n;
     return 0;
+}
+int sim_fchmod(int fd, mode_t mode);
+int sim_fchmod(int fd, mode_t mode)
+{
+    (void)fd;
+    (void)mode;
+    return 0;
+}
+int sim_unlinkat(int fd, const char *path, int flags);
+int sim_unlinkat(int fd, const char *path, int flags)
+{
+    (void)fd;
+    (void)path;
+    (void)flags;
+    errno = ENOENT;
+    return -1;
 }
 int sim_madvise(void *p, size_t n, int advice);
 int sim_madvise(void *p, size_t n, int advice)

@@ -173,6 +173,8 @@ static int launch(struct launcher *l)
     sim_stand_launcher(l);
     int rc = run_dir_open(&l->run, "/run", RUN_DIR_CREATE);
     if (rc == 0)
+        rc = run_dir_lock_stores(&l->run, &l->config, RUN_DIR_CREATE);
+    if (rc == 0)
         rc = supervisor_run(l, &job);
     coordinator_end(l);
     metrics_close(l->metrics);

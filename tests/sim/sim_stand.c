@@ -22,6 +22,7 @@
 #include "launcher/step_line.h"
 #include "model/split.h"
 #include "procs/log.h"
+#include "procs/printable.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -113,12 +114,16 @@ void sim_stand_configure(uint64_t seed)
 
 void sim_stand_launcher(struct launcher *l)
 {
+    static char run_store[] = "/run/store", other_store[] = "/other/store";
+    static char *directories[] = {run_store, other_store};
     memset(l, 0, sizeof *l);
     l->layout = sim_layout;
     l->run.lock_fd = -1;
     l->signal_fd = sim_fd_new(FD_SIGNAL, 0);
     struct config *c = &l->config;
     c->run_watchdog = true;
+    c->memory_offload_dir.items = directories;
+    c->memory_offload_dir.count = config.directories;
     c->training_steps = config.steps;
     c->training_micro_batch_size = 1;
     c->training_gradient_accumulation_steps = config.microbatches;
@@ -343,6 +348,11 @@ int export_rotate(const char *directory, uint64_t keep)
     return 0;
 }
 
+int scrub_run(struct io *io)
+{
+    (void)io;
+    return 0;
+}
 int offline_digest(struct io *io)
 {
     (void)io;
@@ -713,6 +723,30 @@ int sim_fprintf(FILE *stream, const char *format, ...)
     tell(format, args);
     va_end(args);
     return 0;
+}
+
+int sim_fputc(int c, FILE *stream);
+int sim_fputc(int c, FILE *stream)
+{
+    return stream == stderr ? c : fputc(c, stream);
+}
+
+int sim_fputs(const char *text, FILE *stream);
+int sim_fputs(const char *text, FILE *stream)
+{
+    return stream == stderr ? 0 : fputs(text, stream);
+}
+
+size_t sim_fwrite(const void *data, size_t bytes, size_t n, FILE *stream);
+size_t sim_fwrite(const void *data, size_t bytes, size_t n, FILE *stream)
+{
+    return stream == stderr ? n : fwrite(data, bytes, n, stream);
+}
+
+void printable_put(const char *text, FILE *stream)
+{
+    (void)stream;
+    sim_trace("%s", text);
 }
 
 char *sim_getenv(const char *name);
