@@ -79,11 +79,11 @@ $(foreach k,unit ring io numeric,$(eval $(call test_rules,$(k))))
 # ---- the simulator: the control code a second time, over simulated edges (tests/sim) ----
 
 SIM_PRODUCT := procs/fault.c procs/printable.c $(addprefix ipc/,message.c page_image.c plan.c ring.c segment.c topology.c worker.c) \
-    $(addprefix model/,layout.c split.c tokenizer_bytes.c visits.c) \
+    $(addprefix model/,dtype.c layout.c random.c split.c tokenizer_bytes.c visits.c) \
     $(addprefix io_worker/,commit.c engine.c engine_sync.c exporter.c folder.c io.c main.c page_tables.c pager.c read_back.c slots.c \
         start.c store.c store_scan.c takeover.c) \
     $(addprefix gpu_worker/,buffers.c evaluate.c main.c schedule.c) $(wildcard opt_worker/*.c) \
-    $(addprefix launcher/,child.c coordinator.c metrics.c restart.c run_dir.c run_lock.c schedule.c session.c spike.c supervisor.c watchdog.c)
+    $(addprefix launcher/,child.c coordinator.c findings.c metrics.c restart.c run_dir.c run_lock.c schedule.c session.c size.c spike.c supervisor.c watchdog.c)
 SIM_HEADERS := $(wildcard $(addsuffix /*.h,$(FOLDERS)))
 SIM_COPIES  := $(addprefix build/sim/src/,$(SIM_PRODUCT) $(SIM_HEADERS))
 SIM_FLAGS   := -std=gnu11 -g -O2 -ffunction-sections -mavx2 -ffp-contract=off -fno-math-errno -D_GNU_SOURCE -DMTLAUNCH_SIM -DXXH_INLINE_ALL \

@@ -677,6 +677,16 @@ int sim_fstat(int fd, struct stat *st)
     return 0;
 }
 
+/* Only where the end is: the one writer of metrics.jsonl appends. */
+off_t sim_lseek(int fd, off_t offset, int whence);
+off_t sim_lseek(int fd, off_t offset, int whence)
+{
+    struct stat st;
+    if (whence != SEEK_END || sim_fstat(fd, &st) < 0)
+        return set_errno(EBADF);
+    return st.st_size + offset;
+}
+
 int sim_statvfs(const char *path, struct statvfs *fs);
 int sim_statvfs(const char *path, struct statvfs *fs)
 {
