@@ -12,6 +12,7 @@
 #include "procs/check.h"
 #include "procs/error.h"
 #include "procs/fault.h"
+#include "procs/mutant.h"
 
 enum { NO_FRAME = UINT32_MAX };
 
@@ -300,6 +301,8 @@ static int finish_page(struct update *u, const struct ring_descriptor *d)
         .frame = d->out_frame, .page = d->page, .version = u->step, .step = u->step};
     int rc = give_back(&u->gradient_return, u->gradient_frames[rank], d->page, STATE_RETURN_USED);
     fault_point(FAULT_opt_gradient_returned);
+    if (rc == 0 && mutant(MUTANT_frame_given_back_twice) && rank == 0)
+        rc = give_back(&u->gradient_return, u->gradient_frames[rank], d->page, STATE_RETURN_USED);
     if (rc == 0)
         rc = give_back(&u->state_return, d->frame, d->page, STATE_RETURN_USED);
     if (rc == 0)

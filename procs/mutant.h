@@ -44,6 +44,7 @@
     X(line_after_record, "a step's line is not durable when its commit is asked for")              \
     X(metrics_name_not_durable, "the name of metrics.jsonl is not flushed")                        \
     X(short_write_done, "a short transfer counts as done")                                         \
+    X(frame_given_back_twice, "a gradient frame is given back twice")                              \
     X(half_applied_step_kept, "a restart keeps the step that was being applied")
 
 #define X(name, sentence) MUTANT_##name,

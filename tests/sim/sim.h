@@ -213,8 +213,9 @@ int sim_fd_new(enum sim_fd_kind kind, int object);
 struct sim_fd *sim_fd_get(int fd);
 int sim_fd_readable(struct sim_process *p, int fd);
 void sim_process_reset(void);
-void sim_process_gone(struct sim_process *p); /* closes what it held */
-int sim_segment_new(void);                    /* a descriptor */
+void sim_process_gone(struct sim_process *p);                              /* closes what it held */
+int sim_segment_new(void);                                                 /* a descriptor */
+int sim_segment_of(const unsigned char *at, const unsigned char **memory); /* -1: in none */
 unsigned char *sim_segment_bytes(int object, uint64_t *bytes);
 /* Flips a bit in the newest segment: in a descriptor, or in what only io_worker writes. 1 if it
  * did. */
@@ -228,6 +229,7 @@ int sim_ipc_deliver(void); /* one message that is on its way; 0 if there is none
 unsigned sim_ipc_on_their_way(void);
 void sim_ipc_gone(int process);
 void sim_frames_reset(void);
+void sim_frames_forget(int segment); /* it begins anew */
 
 /* -- sim_stand.c: the configuration of a schedule and what stands in for real work -- */
 

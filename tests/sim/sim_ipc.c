@@ -220,6 +220,114 @@ int sim_at_fault_point(int fault)
     return 0;
 }
 
+/* -- frames: each in exactly one place -- */
+
+enum place { WITH_ALLOCATOR, LENT, BORROWED, COMING_BACK };
+static const char *const place_names[] = {"with its allocator", "in a lending ring", "borrowed",
+                                          "in a RETURN ring"};
+
+enum { FRAMES_MAX = 16, TRACKED_MAX = 32 };
+
+static struct frames {
+    uint32_t generation;
+    uint8_t place[REGION_COUNT][OPT_WORKERS_MAX][FRAMES_MAX];
+    uint8_t out_of[OPT_WORKERS_MAX][FRAMES_MAX]; /* the OUT frame lent with a STATE frame */
+    int32_t weights_lent;
+} all_frames[TRACKED_MAX];
+
+void sim_frames_reset(void)
+{
+    memset(all_frames, 0, sizeof all_frames);
+}
+
+void sim_frames_forget(int segment)
+{
+    memset(&all_frames[segment], 0, sizeof all_frames[segment]);
+}
+
+/* Which ring this is, by where it lies. */
+static int find_ring(const struct ring *ring, struct frames **frames, uint32_t *instance)
+{
+    const unsigned char *memory;
+    const unsigned char *at = (const unsigned char *)ring->producer;
+    int object = sim_segment_of(at, &memory);
+    if (object < 0 || object >= TRACKED_MAX)
+        return -1;
+    const struct plan *plan = (const void *)memory;
+    uint64_t offset = (uint64_t)(at - memory);
+    for (int r = 0; r < RING_COUNT; r++) {
+        const struct plan_region *place = &plan->ring_producers[r];
+        if (offset < place->offset || offset >= place->offset + place->stride * place->instances)
+            continue;
+        *instance = (uint32_t)((offset - place->offset) / place->stride);
+        *frames = &all_frames[object];
+        if ((*frames)->generation != ring->generation) /* a new life of the rings: all is back */
+            memset(*frames, 0, sizeof **frames);
+        (*frames)->generation = ring->generation;
+        return r;
+    }
+    return -1;
+}
+
+static void move(uint8_t *place, enum place from, enum place to, const char *ring, uint32_t frame)
+{
+    if (*place != from)
+        sim_violation("frame %u of ring %s is %s, expected %s", frame, ring, place_names[*place],
+                      place_names[from]);
+    *place = (uint8_t)to;
+}
+
+static int is_return(int ring)
+{
+    return ring == RING_MICROBATCH_RETURN || ring == RING_GRADIENT_RETURN ||
+           ring == RING_STATE_RETURN || ring == RING_WRITEBACK;
+}
+
+static void count_weights(struct frames *f, int change)
+{
+    f->weights_lent += change;
+    if (f->weights_lent < 0)
+        sim_violation("more WEIGHTS frames came back than were lent");
+}
+
+/* A STATE descriptor lends two frames; a bad image comes back without its OUT frame. */
+static void track_out(struct frames *f, uint32_t i, const struct ring_descriptor *d, int consumed,
+                      int ring)
+{
+    uint8_t *out = f->place[REGION_OUT_POOL][i];
+    if (ring == RING_STATE && d->out_frame < FRAMES_MAX) {
+        move(&out[d->out_frame], consumed ? LENT : WITH_ALLOCATOR, consumed ? BORROWED : LENT,
+             "STATE (OUT frame)", d->out_frame);
+        f->out_of[i][d->frame] = (uint8_t)d->out_frame;
+    } else if (ring == RING_STATE_RETURN && d->kind == STATE_RETURN_BAD && consumed) {
+        out[f->out_of[i][d->frame]] = WITH_ALLOCATOR; /* kept for the same image, read again */
+    }
+}
+
+static void track(const struct ring *ring, const struct ring_descriptor *d, int consumed)
+{
+    struct frames *f;
+    uint32_t i = 0;
+    int r = find_ring(ring, &f, &i);
+    if (r < 0 || d->frame >= FRAMES_MAX)
+        return;
+    if (r == RING_WEIGHTS || r == RING_WEIGHTS_RETURN) {
+        if (r == RING_WEIGHTS && !consumed)
+            count_weights(f, 1);
+        if (r == RING_WEIGHTS_RETURN && consumed)
+            count_weights(f, -1);
+        return;
+    }
+    enum region_id pool = topology_rings[r].pool;
+    uint32_t instance = topology_regions[pool].per_worker ? i : 0;
+    enum place from = is_return(r) ? BORROWED : WITH_ALLOCATOR;
+    enum place between = is_return(r) ? COMING_BACK : LENT;
+    enum place to = is_return(r) ? WITH_ALLOCATOR : BORROWED;
+    move(&f->place[pool][instance][d->frame], consumed ? between : from, consumed ? to : between,
+         topology_rings[r].name, d->frame);
+    track_out(f, i, d, consumed, r);
+}
+
 /* -- rings -- */
 
 int real_ring_publish(struct ring *ring, const struct ring_descriptor *d);
@@ -229,6 +337,8 @@ int ring_publish(struct ring *ring, const struct ring_descriptor *d)
 {
     sim_yield();
     int rc = real_ring_publish(ring, d);
+    if (rc == 0)
+        track(ring, d, 0);
     sim_yield();
     return rc;
 }
@@ -237,7 +347,9 @@ int ring_consume(struct ring *ring, struct ring_descriptor *d)
 {
     sim_yield();
     int rc = real_ring_consume(ring, d);
-    if (rc == 1)
+    if (rc == 1) {
+        track(ring, d, 1);
         sim_yield();
+    }
     return rc;
 }

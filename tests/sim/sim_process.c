@@ -332,12 +332,23 @@ unsigned char *sim_segment_bytes(int object, uint64_t *bytes)
     return segments[object];
 }
 
+int sim_segment_of(const unsigned char *at, const unsigned char **memory)
+{
+    for (int i = 0; i < SEGMENTS_MAX; i++)
+        if (at >= segments[i] && at < segments[i] + SEGMENT_BYTES) {
+            *memory = segments[i];
+            return i;
+        }
+    return -1;
+}
+
 int sim_segment_new(void)
 {
     for (int i = 0; i < SEGMENTS_MAX; i++)
         if (segment_refs[i] == 0 && !sim_segment_busy(segments[i], SEGMENT_BYTES)) {
             segment_refs[i] = 1;
             newest_segment = i;
+            sim_frames_forget(i);
             sim_on_session();
             return sim_fd_new(FD_SHARED, i);
         }

@@ -489,6 +489,7 @@ static void reset(uint64_t seed, struct sim_result *result)
     sim_core_reset(seed);
     sim_process_reset();
     sim_ipc_reset();
+    sim_frames_reset();
 }
 
 int sim_run_golden(uint64_t seed)
