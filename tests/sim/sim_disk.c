@@ -432,8 +432,10 @@ const unsigned char *sim_disk_bytes(const char *path, uint64_t *n)
 void sim_disk_write_file(const char *path, const void *bytes, uint64_t n)
 {
     int i = find(path);
-    if (i < 0)
+    if (i < 0) {
         i = new_inode(path, 0);
+        n_names--; /* its name is durable too */
+    }
     memcpy(inodes[i].now, bytes, n);
     memcpy(inodes[i].safe, bytes, n);
     inodes[i].size = inodes[i].safe_size = n;
