@@ -78,14 +78,22 @@ static void forget_predecessor(struct worker_control *self)
     atomic_store_explicit(&self->operation, OPERATION_START, memory_order_relaxed);
 }
 
-/* Arms the fault point that the environment names; `scribble` gets the pools this role writes. */
-static int arm_fault(const struct worker *w, enum role role, const char *name)
+/* Arms the fault point that the environment names; `scribble` gets the pools and the sides of rings
+ * that this role writes. */
+static int arm_fault(const struct segment *s, enum role role, const char *name)
 {
-    for (int r = 0; r < REGION_COUNT; r++)
-        for (uint32_t i = 0; i < OPT_WORKERS_MAX; i++)
-            if (topology_regions[r].access[role][0] == 'w' && w->segment.regions[r][i])
-                fault_offer_pool(w->segment.regions[r][i], w->plan->pools[r].stride,
-                                 w->plan->pools[r].frames);
+    const struct plan *plan = s->plan;
+    for (uint32_t i = 0; i < OPT_WORKERS_MAX; i++) {
+        for (int r = 0; r < REGION_COUNT; r++)
+            if (topology_regions[r].access[role][0] == 'w' && s->regions[r][i])
+                fault_offer_pool(s->regions[r][i], plan->pools[r].stride, plan->pools[r].frames);
+        for (int r = 0; r < RING_COUNT; r++) {
+            if (topology_rings[r].from == role && s->producers[r][i])
+                fault_offer_pool(s->producers[r][i], plan->ring_producers[r].stride, 1);
+            if (topology_rings[r].to == role && s->consumers[r][i])
+                fault_offer_pool(s->consumers[r][i], plan->ring_consumers[r].stride, 1);
+        }
+    }
     return fault_arm_from_environment(name);
 }
 
@@ -131,7 +139,7 @@ int worker_start(struct worker *w, enum role role, int argc, char **argv)
         return -(int)error_kind_now();
     w->plan = w->segment.plan;
     worker_name(name, role, index);
-    if (follow_launcher(w) < 0 || arm_fault(w, role, name) < 0)
+    if (follow_launcher(w) < 0 || arm_fault(&w->segment, role, name) < 0)
         return -(int)error_kind_now();
     fault_point(FAULT_worker_attached);
     if (introduce(w, role, index, name) < 0 ||

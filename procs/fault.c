@@ -163,7 +163,8 @@ static uint64_t next_random(void)
 
 static void scribble_frame(unsigned char *frame, uint64_t stride)
 {
-    uint64_t from = next_random() % stride, end = from + 1 + next_random() % (stride - from);
+    uint64_t from = next_random() % 2 ? 0 : next_random() % stride; /* a cursor lies at 0 */
+    uint64_t end = from + 1 + next_random() % (stride - from);
     for (uint64_t i = from; i < end; i++)
         frame[i] = (unsigned char)(next_random() >> 56);
 }

@@ -102,13 +102,13 @@ enum fault { FAULT_POINTS(X) FAULT_COUNT };
     X(exit0, "_exit(0): a clean status where none is due")                                         \
     X(check, "a CHECK that fails: last words and abort()")                                         \
     X(hang, "sleeps for ever, alive and without a heartbeat")                                      \
-    X(scribble, "random bytes into frames of its own pools, then SIGKILL; MTLAUNCH_FAULT_SEED")
+    X(scribble, "random bytes into its own frames or rings, then SIGKILL; MTLAUNCH_FAULT_SEED")
 
 #define X(name, sentence) FAULT_ACTION_##name,
 enum fault_action { FAULT_ACTIONS(X) FAULT_ACTION_COUNT };
 #undef X
 
-enum { FAULT_PROCESS_BYTES = 32, FAULT_POOLS_MAX = 160 };
+enum { FAULT_PROCESS_BYTES = 32, FAULT_POOLS_MAX = 512 };
 
 struct fault_spec {
     enum fault fault;

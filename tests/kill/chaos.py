@@ -419,12 +419,17 @@ def spread(values):
             "p90": round(values[int(0.9 * len(values))], 1), "max": round(values[-1], 1)}
 
 
-def summary(outcomes, seed, seconds):
+def commit_now():
+    return subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def summary(outcomes, seed, seconds, commit=""):
+    """A line of the ledger. kills: by action, from outside too; late: moments after the end; tiers: restarts told in
+    metrics.jsonl; death_seen_ms: from a kill to the launcher's worker_exit; death_to_running_ms: to the next step."""
     count = collections.Counter
     good = [o.measured for o in outcomes if o.measured]
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     running = [pair for m in good for pair in m["running_ms"]]
-    return {"name": "chaos", "commit": git.stdout.strip(), "cases": len(outcomes),
+    return {"name": "chaos", "commit": commit, "cases": len(outcomes),
             "kinds": count(o.case.kind + ("+kill" if o.case.double else "") for o in outcomes),
             "kills": count(a for m in good for a in m["kills"]), "late": sum(m["late"] for m in good),
             "tiers": count(t for m in good for t in m["tiers"]), "failures": sum(1 for o in outcomes if o.why),
@@ -451,7 +456,7 @@ def main():
     numbers = given.case or range(given.first, given.first + given.cases)
     cases = [make_case(given.seed, n, given.kinds and given.kinds.split(",")) for n in numbers]
     cases = [case for case in cases if re.search(given.only, title(case))]
-    began, done = time.monotonic(), []
+    began, done, commit = time.monotonic(), [], commit_now()
     print("seed %d: %d cases, %d named combinations" % (given.seed, len(cases), len(named_combinations())), flush=True)
 
     def tell(outcome):
@@ -465,7 +470,7 @@ def main():
                                                   title(outcome.case)), flush=True)
 
     outcomes = carry_out_all(cases, given.jobs, tell)
-    line = json.dumps(summary(outcomes, given.seed, time.monotonic() - began))
+    line = json.dumps(summary(outcomes, given.seed, time.monotonic() - began, commit))
     print(line)
     if not given.case:
         with open(LEDGER, "a") as f:
