@@ -36,7 +36,8 @@ struct commit {
     struct store *store;
     enum commit_phase phase;
     int has_parent;
-    struct commit_record newest;                  /* the newest durable record, if has_parent */
+    uint64_t given_up;           /* sequence of a newer record that does not stand; 0: none */
+    struct commit_record newest; /* the newest durable record, if has_parent */
     struct commit_record *record_out, *record_in; /* aligned for direct I/O */
     unsigned char *chunk_out, *chunk_in;          /* TABLE_CHUNK_BYTES each */
     XXH3_state_t *table_hash;
@@ -322,6 +323,7 @@ static void enter_record_write(struct commit *commit)
 static void finish(struct commit *commit)
 {
     commit->newest = *commit->record_out;
+    commit->given_up = 0;
     commit->has_parent = 1;
     commit->phase = COMMIT_IDLE;
     commit->on_done(commit->context, 0, &commit->newest);
@@ -479,6 +481,13 @@ void commit_resume(struct commit *commit, const struct commit_record *parent)
     CHECK(commit->phase == COMMIT_IDLE);
     commit->newest = *parent;
     commit->has_parent = 1;
+    commit->given_up = 0;
+}
+
+void commit_give_up(struct commit *commit, uint64_t sequence)
+{
+    CHECK(commit->has_parent && sequence > commit->newest.sequence);
+    commit->given_up = sequence;
 }
 
 static void fill_record(struct commit *commit, const struct commit_facts *facts)
@@ -488,7 +497,7 @@ static void fill_record(struct commit *commit, const struct commit_facts *facts)
     memcpy(record->run, store_options_of(commit->store)->run, sizeof record->run);
     memcpy(record->store, store_uuid(commit->store), sizeof record->store);
     if (commit->has_parent) {
-        record->sequence = commit->newest.sequence + 1;
+        record->sequence = (commit->given_up ? commit->given_up : commit->newest.sequence) + 1;
         record->parent = page_image_digest(&commit->newest, sizeof commit->newest);
         record->table_place = mutant(MUTANT_table_in_place) ? 0 : 1 - commit->newest.table_place;
     }

@@ -17,8 +17,10 @@
  * two records can be recovered from; the ring of eight keeps a torn record write away from its
  * parent.
  *
- * Sequence numbers always continue from the recovered parent, so that after falling back from
- * record n to n-1 the next commit takes n's places, which nothing protects, and never n-1's.
+ * After falling back from record n to n-1 the state of n-1 is committed once more before anything
+ * else, with a sequence above n's and in n's table place. So n is given up for good: the redo of
+ * its step writes the same bytes into the same slots, and a record n that fits again would
+ * otherwise come back after the next power cut, when others have already gone on from n-1.
  */
 #ifndef IO_WORKER_COMMIT_H
 #define IO_WORKER_COMMIT_H
@@ -116,6 +118,8 @@ void commit_close(struct commit *commit);
 
 /* The newest durable record, from store_recover(). Without it the next commit is sequence 0. */
 void commit_resume(struct commit *commit, const struct commit_record *parent);
+/* After commit_resume(): the record of that sequence was given up; the next commit goes beyond. */
+void commit_give_up(struct commit *commit, uint64_t sequence);
 
 /* Begins the commit of `facts` and `table` (n_pages entries in page order, unchanged until done).
  * All slot writes that the table names are complete, and no commit is in progress (CHECK). Goes on

@@ -362,6 +362,12 @@ static int recover(struct io *io)
     if (commit_open(&io->commit, io->store) < 0)
         return -(int)error_kind_now();
     commit_resume(io->commit, &io->newest);
+    if (fell_back && io->plan->mode == PLAN_TRAIN) {
+        commit_give_up(io->commit, fell_back);
+        const struct commit_facts facts = io->newest.facts;
+        if (commit_run(io->commit, &facts, io->tables.complete, &io->newest) < 0)
+            return -(int)error_kind_now();
+    }
     fault_point(FAULT_io_recovered);
     return load_from_store(io);
 }

@@ -191,9 +191,10 @@ static void values_with_a_mechanism_are_not_refused(void **state)
 {
     (void)state;
     struct config c;
-    const char *const rows[] = {"--memory.device=cpu", "--memory.durability=7",
+    const char *const rows[] = {"--memory.device=cpu",   "--memory.durability=7",
                                 "--training.spike=redo", "--training.spike=skip",
-                                "--data.format=text", "--data.format=tokens", "--run.seed=1"};
+                                "--data.format=text",    "--data.format=tokens",
+                                "--run.seed=1"};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         assert_loads(fixture_override(&c, rows[i]));
         assert_int_equal(config_refuse_missing(&c), 0);
