@@ -23,8 +23,8 @@ struct metrics {
     int complained;
     uint64_t evaluated;        /* step of the newest eval event */
     uint64_t sampled, samples; /* step of the newest sample events, prompts they answered */
-    off_t durable; /* bytes of the file that are surely on disk */
-    char *fresh;   /* the lines behind them */
+    off_t durable;             /* bytes of the file that are surely on disk */
+    char *fresh;               /* the lines behind them */
     size_t fresh_bytes;
     int behind;                 /* not all of `fresh` is in the file: there was no room */
     uint64_t full_ns, tried_ns; /* since when; last try */
