@@ -261,20 +261,30 @@ static int settle_alternatives(struct load *load)
     return 0;
 }
 
+static int refuse_batch(const struct load *load, const char *expected, uint64_t number)
+{
+    (void)error_set(ERROR_USER, "expected %s micro_batch_size = %llu, found %llu", expected,
+                    (unsigned long long)number,
+                    (unsigned long long)load->config->training_global_batch_size);
+    return wrap_with_place(load, &config_key_table[CONFIG_ORDINAL_training_global_batch_size]);
+}
+
 /* Turns global_batch_size into gradient_accumulation_steps; afterwards it is always their product.
  */
 static int settle_batch(struct load *load)
 {
     struct config *config = load->config;
     uint64_t micro = config->training_micro_batch_size, global = config->training_global_batch_size;
+    const struct config_key *steps =
+        &config_key_table[CONFIG_ORDINAL_training_gradient_accumulation_steps];
     if (global != 0) {
-        if (global % micro != 0) {
-            (void)error_set(ERROR_USER,
-                            "expected a multiple of micro_batch_size = %llu, found %llu",
-                            (unsigned long long)micro, (unsigned long long)global);
-            return wrap_with_place(load,
-                                   &config_key_table[CONFIG_ORDINAL_training_global_batch_size]);
-        }
+        char most[64];
+        (void)snprintf(most, sizeof most, "at most %llu times",
+                       (unsigned long long)steps->limits.int_max);
+        if (global % micro != 0)
+            return refuse_batch(load, "a multiple of", micro);
+        if (global / micro > steps->limits.int_max) /* else the effective file would be refused */
+            return refuse_batch(load, most, micro);
         config->training_gradient_accumulation_steps = global / micro;
     }
     config->training_global_batch_size = micro * config->training_gradient_accumulation_steps;

@@ -74,6 +74,8 @@ static void a_global_batch_is_a_multiple_of_the_microbatch(void **state)
 {
     (void)state;
     struct config c;
+    assert_error(fixture_load(&c, REQUIRED "[training]\nglobal_batch_size = 1048577\n"),
+                 "global_batch_size: expected at most 1048576 times micro_batch_size = 1");
     assert_error(fixture_load(&c, REQUIRED "[training]\nglobal_batch_size = 10\n"
                                            "micro_batch_size = 4\n"),
                  "run.toml:6:1: [training] global_batch_size: expected a multiple of "
