@@ -260,7 +260,7 @@ def part_tsan(runner):
 
 def part_fuzz(runner):
     """The fuzz targets: the committed inputs and some seconds of new ones each."""
-    return runner.program("fuzz", [sys.executable, "-u", "tests/fuzz/fuzz.py"], dict(os.environ),
+    return runner.program("fuzz", [sys.executable, "-u", "tests/fuzz/fuzz.py", "--corpus-only"], dict(os.environ),
                           SECONDS_MAX["py"])
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs the fuzz targets: every committed input, then SECONDS of new ones each.
 
-    tests/fuzz/fuzz.py                     5 s each, 2 at a time, as `make test` does
+    tests/fuzz/fuzz.py                     5 s each, 2 at a time (`make test`: with --corpus-only)
     tests/fuzz/fuzz.py --seconds 600 ring  one target for ten minutes
     tests/fuzz/fuzz.py --seed 7 ...        the same inputs again (with one target and --runs)
     tests/fuzz/fuzz.py --minimize          what the last runs found goes into the corpus, minimized
@@ -14,6 +14,7 @@ build/fuzz/<target>/, with the command that repeats it in the output. Prints `ok
 """
 import argparse
 import concurrent.futures
+import math
 import os
 import pathlib
 import random
@@ -32,6 +33,7 @@ CORPUS = ROOT / "tests" / "fuzz" / "corpus"
 FOUND = ROOT / "build" / "fuzz"
 INPUT_SECONDS_MAX = 20  # one input: a hang is a failure
 CORPUS_SECONDS_MAX = 30  # beyond --seconds: the committed inputs and the start
+REPLAY_SECONDS_MAX = 600
 INPUT_BYTES_MAX = {"message": 8300, "run_toml": 4096, "token_shard": 1400, "safetensors": 2048, "model_config": 2048}
 INPUT_BYTES_DEFAULT = 512
 # what a single allocation may take: io_worker's streaming buffers are 8 MiB
@@ -91,9 +93,10 @@ def run(target, arguments, seconds_max, binaries=BINARIES, profile="/dev/null"):
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def folders(target):
-    new = FOUND / target / "new"
-    new.mkdir(parents=True, exist_ok=True)
+def folders(target, new=None):
+    new = pathlib.Path(new) if new else FOUND / target / "new"
+    for folder in (FOUND / target, new):
+        folder.mkdir(parents=True, exist_ok=True)
     return [str(new)] + [str(d) for d in [CORPUS / target] if d.is_dir()]
 
 
@@ -108,10 +111,17 @@ def why(output):
 def fuzz(target, options):
     """One target. Returns the line to print, and whether it is a failure."""
     seed = options.seed if options.seed is not None else random.randrange(1, 1 << 31)
-    arguments = ["-seed=%d" % seed, "-artifact_prefix=%s/" % (FOUND / target)]
-    arguments += ["-runs=%d" % options.runs] if options.runs else ["-max_total_time=%d" % options.seconds]
     started = time.monotonic()
-    status, output = run(target, arguments + folders(target), options.seconds * 2 + CORPUS_SECONDS_MAX)
+    artifacts = "-artifact_prefix=%s/" % (FOUND / target)
+    with tempfile.TemporaryDirectory() as tmp:
+        inputs = folders(target, tmp if options.corpus_only else None)
+        status, output = run(target, ["-runs=0", artifacts] + inputs, REPLAY_SECONDS_MAX)
+        replay = time.monotonic() - started  # libFuzzer counts it into its time
+        if status == 0:
+            limit = "-runs=%d" % options.runs if options.runs else (
+                "-max_total_time=%d" % (options.seconds + math.ceil(replay)))
+            status, output = run(target, ["-seed=%d" % seed, artifacts, limit] + inputs,
+                                 2 * (options.seconds + replay) + CORPUS_SECONDS_MAX)  # fmt: skip
     executed = re.search(r"number_of_executed_units: (\d+)", output)
     executed = int(executed.group(1)) if executed else 0
     spent = time.monotonic() - started
@@ -134,7 +144,7 @@ def minimize(target):
         old = CORPUS / target
         old.mkdir(parents=True, exist_ok=True)
         for path in old.iterdir():
-            if not path.name.startswith("found-"):  # what once broke something stays
+            if not path.name.startswith(("found-", "kept-")):  # what once broke something stays
                 path.unlink()
         for path in pathlib.Path(tmp).iterdir():
             shutil.copyfile(path, old / path.name[:16])
@@ -218,6 +228,7 @@ def main():
     parser.add_argument("--runs", type=int, help="inputs per target instead of seconds")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--jobs", type=int, default=2, help="targets at a time")
+    parser.add_argument("--corpus-only", action="store_true", help="neither read nor keep what other runs found")
     parser.add_argument("--minimize", action="store_true")
     parser.add_argument("--coverage", action="store_true")
     parser.add_argument("targets", nargs="*")

@@ -86,6 +86,22 @@ static void value_is_within(const struct config_key *key, const void *field)
     }
 }
 
+/* Of numbers every bit: their texts are what might lose some. */
+static size_t number_bytes(enum config_type type)
+{
+    switch (type) {
+    case CONFIG_TYPE_INT:
+    case CONFIG_TYPE_SIZE:
+        return sizeof(uint64_t);
+    case CONFIG_TYPE_FLOAT:
+        return sizeof(double);
+    case CONFIG_TYPE_PAIR:
+        return 2 * sizeof(double);
+    default:
+        return 0;
+    }
+}
+
 static void same_values(const struct config *a, const struct config *b)
 {
     for (size_t i = 0; i < CONFIG_KEY_COUNT; i++) {
@@ -93,6 +109,8 @@ static void same_values(const struct config *a, const struct config *b)
         char *x = config_value_text(key, config_key_value(key, a));
         char *y = config_value_text(key, config_key_value(key, b));
         REQUIRE(strcmp(x, y) == 0);
+        REQUIRE(memcmp(config_key_value(key, a), config_key_value(key, b),
+                       number_bytes(key->type)) == 0);
         free(x);
         free(y);
     }
@@ -211,6 +229,8 @@ static const char *const values[] = {
     "0.30000000000000004",
     "1.7976931348623157e308",
     "5e-324",
+    "\xc3\xa9",
+    "1 \xe3\x81\x82",
     "\"never\"",
     "\"never\" # c",
     "[\"\\\"\\n\\t\\u00e9\"]",
@@ -235,6 +255,14 @@ size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsi
     char line[256];
     const struct config_key *key = &config_key_table[fuzz_below(&random, CONFIG_KEY_COUNT)];
     const char *value = values[fuzz_below(&random, sizeof values / sizeof values[0])];
+    static char real[32];
+    if (key->type == CONFIG_TYPE_FLOAT && fuzz_below(&random, 3) != 0) {
+        double number = (double)fuzz_random(&random) / (double)UINT64_MAX;
+        if (fuzz_below(&random, 2) == 0)
+            number = number < 0.5 ? key->limits.float_min : key->limits.float_max;
+        (void)snprintf(real, sizeof real, "%.17g", number);
+        value = real;
+    }
     if (key->limits.word_count && fuzz_below(&random, 3) == 0) {
         static char word[64];
         const struct config_limits *limits = &key->limits;
@@ -244,7 +272,7 @@ size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsi
     }
     const uint8_t *nul = size > 0 ? memchr(data, '\0', size) : NULL;
     size_t end = nul ? (size_t)(nul - data) : size;
-    switch (fuzz_below(&random, 6)) {
+    switch (fuzz_below(&random, 7)) {
     case 0:
         return insert(data, size, max_size, 0, required);
     case 1:
@@ -258,6 +286,9 @@ size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsi
             end = size - 1;
         }
         return end < size ? insert(data, size, max_size, end + 1, line) : size;
+    case 4: /* a file that is whole but for this value */
+        (void)snprintf(line, sizeof line, "%s.%s = %s\n", key->section, key->name, value);
+        return insert(data, insert(data, 0, max_size, 0, required), max_size, 0, line);
     default:
         return LLVMFuzzerMutate(data, size, max_size);
     }
