@@ -234,7 +234,7 @@ static int norms_ready(const struct launcher *l, uint64_t step)
 }
 
 /* The global gradient norm, reduced in the fixed order of ipc/norm_tree.h. */
-static double gradient_norm(struct launcher *l, uint64_t step)
+static int gradient_norm(struct launcher *l, uint64_t step, double *norm)
 {
     struct coordinator *c = &l->coordinator;
     uint32_t n = l->session.plan->opt_workers;
@@ -242,14 +242,19 @@ static double gradient_norm(struct launcher *l, uint64_t step)
         const struct norm_entry *entries =
             segment_region(&l->session.segment, REGION_NORM, topology_page_owner(p, n));
         const struct norm_entry *e = &entries[topology_page_rank(p, n)];
-        CHECK(atomic_load_explicit(&e->step, memory_order_acquire) == step);
+        uint64_t found = atomic_load_explicit(&e->step, memory_order_acquire);
+        if (found != step)
+            return error_set(ERROR_DAMAGED, "norm of page %llu: expected step %llu, found %llu",
+                             (unsigned long long)p, (unsigned long long)step,
+                             (unsigned long long)found);
         c->page_sums[p] = e->sum_of_squares;
     }
     for (uint32_t i = 0; i < l->layout.n_layers; i++) {
         const struct model_layer *layer = &l->layout.layers[i];
         c->layer_sums[i] = norm_layer(c->page_sums + layer->first_page, layer->n_pages);
     }
-    return norm_global(c->layer_sums, l->layout.n_layers);
+    *norm = norm_global(c->layer_sums, l->layout.n_layers);
+    return 0;
 }
 
 static void fill_orders(struct launcher *l, struct step_orders *o, uint64_t step, double norm)
@@ -376,7 +381,10 @@ static int decide(struct launcher *l)
     if (!may_decide(l, step))
         return 0;
     struct step_orders *o = &orders->orders[step % PLAN_SLACK_STEPS];
-    fill_orders(l, o, step, gradient_norm(l, step));
+    double norm = 0.0;
+    if (gradient_norm(l, step, &norm) < 0)
+        return -(int)error_kind_now();
+    fill_orders(l, o, step, norm);
     if (o->skip && !l->config.training_skip_nonfinite) {
         (void)error_set(ERROR_FAILED, "step %llu: the gradient norm is %g",
                         (unsigned long long)step, o->norm);
@@ -437,7 +445,10 @@ static int ask_commit(struct launcher *l)
     uint64_t complete = coordinator_complete(l);
     int due = complete > fact(&orders->commit_step) && commit_due(l, complete);
     if (complete > c->lined) {
-        CHECK(complete == fact(&orders->apply_step));
+        if (complete != fact(&orders->apply_step)) /* a control page that its worker scribbled on */
+            return error_set(
+                ERROR_DAMAGED, "io_worker says that step %llu is complete, step %llu is applied",
+                (unsigned long long)complete, (unsigned long long)fact(&orders->apply_step));
         if (step_line_write(l, complete) < 0)
             return -(int)error_kind_now();
         c->lined = complete;

@@ -123,7 +123,8 @@ struct launcher {
     uint64_t stop_step; /* ... this one, as was answered */
     char stop_peer[MESSAGE_PEER_BYTES];
     struct restart restart;
-    uint64_t watched_ns; /* the watchdog's last look */
+    uint64_t watched_ns;      /* the watchdog's last look */
+    uint64_t moved, moved_ns; /* sum of the counters of the step protocol; when it last changed */
     uint32_t generation;
 };
 

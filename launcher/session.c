@@ -160,6 +160,7 @@ int session_start_again(struct launcher *l, struct child *child)
 
 void session_release(struct launcher *l)
 {
+    l->moved_ns = 0; /* the watchdog begins anew */
     atomic_store_explicit(&l->session.orders->running_generation, l->generation,
                           memory_order_release);
     session_wake(l);

@@ -23,8 +23,8 @@ enum verdict { GO_ON, DONE, RESTART_ONE, RESTART_ALL };
 
 /* What is remembered of deaths, to notice that nothing moves. */
 struct obituaries {
-    uint64_t step;   /* newest commit seen at a death; before recovery ends a store says 0 */
-    uint32_t deaths; /* since that commit */
+    uint64_t step;   /* newest complete step seen at a death; before recovery ends a store says 0 */
+    uint32_t deaths; /* since that step */
     uint32_t alike;  /* of them, in a row, with the same cause */
     char cause[160];
 };
@@ -92,7 +92,7 @@ static void tell_death(struct launcher *l, const struct child *child, const char
 static int give_up(struct launcher *l, const struct obituaries *o, const char *words)
 {
     (void)error_set(ERROR_FAILED,
-                    "no progress: %u deaths after the commit of step %llu, the last one: %s%s%s",
+                    "no progress: %u deaths since step %llu was complete, the last one: %s%s%s",
                     o->deaths, (unsigned long long)o->step, o->cause, *words ? ": " : "", words);
     return error_hint("the run's state is intact in %s; logs say more; start it again to resume",
                       l->run.path);
@@ -105,6 +105,17 @@ static enum verdict tier(const struct obituaries *o, uint32_t kind, int begun)
 {
     return begun && kind != ERROR_DAMAGED && o->deaths <= SUPERVISOR_ALONE_MAX ? RESTART_ONE
                                                                                : RESTART_ALL;
+}
+
+static void count(const struct launcher *l, struct obituaries *o, const char *alike)
+{
+    uint64_t step = coordinator_complete(l);
+    if (step > o->step)
+        o->deaths = o->alike = 0;
+    o->alike = strcmp(alike, o->cause) == 0 ? o->alike + 1 : 1;
+    o->step = step > o->step ? step : o->step;
+    o->deaths++;
+    (void)snprintf(o->cause, sizeof o->cause, "%s", alike);
 }
 
 /* A restart, or negative: the run ends with this error. `begun`: all workers were READY once. */
@@ -125,13 +136,7 @@ static int judge(struct launcher *l, struct obituaries *o, const struct child *c
                          *words ? ": " : "", words);
     (void)snprintf(alike, sizeof alike, "%s.%u %s", topology_role_name(child->role), child->index,
                    cause);
-    uint64_t step = coordinator_committed(l);
-    if (step > o->step)
-        o->deaths = o->alike = 0;
-    o->alike = strcmp(alike, o->cause) == 0 ? o->alike + 1 : 1;
-    o->step = step > o->step ? step : o->step;
-    o->deaths++;
-    (void)snprintf(o->cause, sizeof o->cause, "%s", alike);
+    count(l, o, alike);
     return o->alike >= SUPERVISOR_ALIKE_MAX || o->deaths >= SUPERVISOR_DEATHS_MAX
                ? give_up(l, o, words)
                : (int)tier(o, kind, begun);
@@ -200,6 +205,27 @@ static int restart_one(struct launcher *l, const struct supervisor_job *job)
     return 0;
 }
 
+/* Nobody died, but the workers' facts do not fit, or nothing moves any more: T2, like a death. */
+static int start_over(struct launcher *l, struct obituaries *o, const char *what)
+{
+    progress_warn(l->progress, "%s", what);
+    count(l, o, what);
+    return o->alike >= SUPERVISOR_ALIKE_MAX || o->deaths >= SUPERVISOR_DEATHS_MAX
+               ? give_up(l, o, "")
+               : RESTART_ALL;
+}
+
+/* One turn of the job. GO_ON, DONE, RESTART_ALL, or negative. */
+static int turn(struct launcher *l, const struct supervisor_job *job, struct obituaries *o)
+{
+    int rc = job->turn(l);
+    if (rc == -ERROR_DAMAGED)
+        return start_over(l, o, error_text());
+    if (rc == 0 && l->config.run_watchdog && watchdog_nothing_moves(l))
+        return start_over(l, o, "nothing moves: every worker waits for another");
+    return rc > 0 ? DONE : rc;
+}
+
 /* Until READY, then the job's turns. A verdict, or negative. */
 static int live(struct launcher *l, const struct supervisor_job *job, struct obituaries *o)
 {
@@ -223,8 +249,8 @@ static int live(struct launcher *l, const struct supervisor_job *job, struct obi
         }
         if ((rc = restart_one(l, job)) < 0)
             return rc;
-        if (rc == 0 && (rc = job->turn(l)) != 0)
-            return rc < 0 ? rc : DONE;
+        if (rc == 0 && (rc = turn(l, job, o)) != GO_ON)
+            return rc;
     }
 }
 

@@ -124,6 +124,7 @@ int watchdog_look(struct launcher *l)
                         ? now - l->watched_ns
                         : 0;
     l->watched_ns = now;
+    l->moved_ns += l->moved_ns ? away : 0;
     for (uint32_t i = 0; i < l->session.n_children; i++) {
         struct child *child = &l->session.children[i];
         if (child->state != CHILD_RUNNING)
@@ -142,4 +143,48 @@ int watchdog_look(struct launcher *l)
             return -(int)error_kind_now();
     }
     return 0;
+}
+
+static uint64_t fact(const _Atomic uint64_t *counter)
+{
+    return atomic_load_explicit(counter, memory_order_relaxed);
+}
+
+/* Changes with anything that any worker gets done. */
+static uint64_t movement(const struct launcher *l)
+{
+    const struct session *s = &l->session;
+    uint64_t sum = fact(&s->orders->begin_step) + fact(&s->orders->apply_step) +
+                   fact(&s->orders->commit_step) + fact(&s->orders->export_step);
+    sum += fact(&s->gpu->forward_step) + fact(&s->gpu->backward_step) + fact(&s->gpu->evaluated) +
+           fact(&s->gpu->generated) + fact(&s->gpu->sweep_request);
+    sum += fact(&s->io->complete_step) + fact(&s->io->committed_step) +
+           fact(&s->io->exported_step) + fact(&s->io->bytes_read) + fact(&s->io->bytes_written);
+    for (uint32_t i = 0; i < s->plan->opt_workers; i++)
+        sum += fact(&s->opt[i]->norm_step) + fact(&s->opt[i]->pages_updated);
+    return sum;
+}
+
+static int anybody_busy(const struct launcher *l)
+{
+    for (uint32_t i = 0; i < l->session.n_children; i++) {
+        const struct worker_control *w = session_control(l, &l->session.children[i]);
+        if (!atomic_load_explicit(&w->sleeping, memory_order_relaxed) || fact(&w->oldest_io_ns))
+            return 1;
+    }
+    return 0;
+}
+
+int watchdog_nothing_moves(struct launcher *l)
+{
+    uint64_t now = clock_now_ns();
+    if (l->session.plan->mode != PLAN_TRAIN)
+        return 0;
+    uint64_t moved = movement(l);
+    if (moved != l->moved || l->moved_ns == 0 || l->coordinator.paused || anybody_busy(l)) {
+        l->moved = moved;
+        l->moved_ns = now;
+    }
+    double wanted = silence_s();
+    return seconds_between(l->moved_ns, now) > (wanted > 0.0 ? wanted : WATCHDOG_STALL_S);
 }

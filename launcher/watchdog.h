@@ -19,6 +19,7 @@
 enum {
     WATCHDOG_BEATS_MIN = 100, /* fewer are no statistics */
     WATCHDOG_UNKNOWN_S = 600, /* the deadline until then, where the floor is lower */
+    WATCHDOG_STALL_S = 60,    /* everybody waits */
     WATCHDOG_REQUEST_S = 120, /* for one I/O request */
     WATCHDOG_ABORT_S = 5,     /* from SIGABRT to SIGKILL */
     WATCHDOG_REAP_S = 120,    /* from SIGKILL to the end of the run */
@@ -31,6 +32,10 @@ int watchdog_look(struct launcher *l);
 
 /* How long after SIGKILL a worker may still be there. */
 double watchdog_reap_s(void);
+
+/* 1: for WATCHDOG_STALL_S every worker has been asleep, no request in flight, and no counter of the
+ * step protocol has moved, though the run is not paused: a lost descriptor or a wrong counter. */
+int watchdog_nothing_moves(struct launcher *l);
 
 /* Seconds that `operation` of this worker may take from beat to beat. */
 double watchdog_deadline_s(const struct worker_control *control, enum worker_operation operation);

@@ -85,9 +85,12 @@ class Segment:
     def order(self, name):
         return self.u64(self.layout["orders"][name])
 
-    def fact(self, role, name, index=0):
+    def fact_at(self, role, name, index=0):
         region = self.layout["regions"][{"io": "IO_CONTROL", "gpu": "GPU_CONTROL", "opt": "OPT_CONTROL"}[role]]
-        return self.u64(region["offset"] + region["stride"] * index + self.layout["facts"][name])
+        return region["offset"] + region["stride"] * index + self.layout["facts"][name]
+
+    def fact(self, role, name, index=0):
+        return self.u64(self.fact_at(role, name, index))
 
     def pid_of(self, role, index=0):
         return self.fact(role, "pid", index) & 0xffffffff

@@ -208,6 +208,30 @@ def a_bit_of_a_cursor(t):
         flip_ring(t, "%s-%s" % (ring, where), ring, where)
 
 
+# -- counters of the step protocol --
+
+
+@test
+def a_counter_that_falls_back_is_noticed_when_nothing_moves(t):
+    """The launcher waits for a backward that it thinks undone, every worker for the launcher."""
+    with Disturbed(t, "run", {"MTLAUNCH_SILENCE_S": "1"}) as d:
+        step = d.segment.rest(3)
+        d.segment.flip(d.segment.fact_at("gpu", "backward_step"), (step & -step).bit_length() - 1)
+        d.segment.release()
+        equal(ends_right(d.run, d.live), "T2", "how it went on")
+        check("nothing moves" in d.live.output(), d.live.output())
+
+
+@test
+def a_counter_that_leaps_is_no_end_of_the_launcher(t):
+    with Disturbed(t, "run") as d:
+        d.segment.rest(3)
+        d.segment.flip(d.segment.fact_at("io", "complete_step"), 40)
+        d.segment.release()
+        equal(ends_right(d.run, d.live), "T2", "how it went on")
+        check("io_worker says" in d.live.output(), d.live.output())
+
+
 # -- page tables --
 
 
