@@ -5,8 +5,10 @@
 # the same tree under build/<sanitizer>/.
 
 SANITIZE ?=
+# COVERAGE=1 counts branches, under build/coverage and build/coverage-sim
+COVERAGE ?=
 , := ,
-BUILD    := build/$(if $(SANITIZE),$(subst $(,),-,$(SANITIZE)),release)
+BUILD    := build/$(if $(SANITIZE),$(subst $(,),-,$(SANITIZE)),$(if $(COVERAGE),coverage,release))
 
 CC       := gcc
 CXX      := g++
@@ -15,9 +17,9 @@ WARN     := -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror
 CFLAGS   := -std=gnu11 -g $(OPTIMIZE) -ffp-contract=off -fno-math-errno -fno-omit-frame-pointer -pthread \
             -D_GNU_SOURCE -I. $(WARN) -Wstrict-prototypes -Wmissing-prototypes \
             $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all) \
-            $(if $(findstring fuzzer,$(SANITIZE)),-Wno-string-conversion)
+            $(if $(findstring fuzzer,$(SANITIZE)),-Wno-string-conversion) $(if $(COVERAGE),--coverage -O0)
 CXXFLAGS := -std=c++17 -g $(OPTIMIZE) -D_GNU_SOURCE -I. $(WARN) $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all)
-LDFLAGS  := -pthread $(if $(SANITIZE),-fsanitize=$(SANITIZE))
+LDFLAGS  := -pthread $(if $(SANITIZE),-fsanitize=$(SANITIZE)) $(if $(COVERAGE),--coverage)
 LIBS     := -luring -lzmq -lmsgpackc -ljansson -lxxhash -lm -ldl
 
 FOLDERS  := procs ipc model io_worker gpu_worker opt_worker launcher
@@ -32,7 +34,7 @@ TESTS    := $(sort $(wildcard tests/*/test_*.c))
 TESTBINS := $(patsubst tests/%.c,$(BUILD)/tests/%,$(TESTS))
 
 .PHONY: all workers install test check unit tsan soak soak-sim chaos powercut lint tidy cppcheck format format-check
-.PHONY: fuzz fuzzers fuzz-build fuzz-coverage benches numbers goldens quickstart help clean
+.PHONY: coverage fuzz fuzzers fuzz-build fuzz-coverage benches numbers goldens quickstart help clean
 # ./mtlaunch is always the release build; a sanitized launcher stays in its build folder
 all: $(if $(SANITIZE),$(BUILD)/bin/mtlaunch workers,mtlaunch)
 
@@ -78,6 +80,7 @@ $(foreach k,unit ring io numeric,$(eval $(call test_rules,$(k))))
 
 # ---- the simulator: the control code a second time, over simulated edges (tests/sim) ----
 
+SIM := build/$(if $(COVERAGE),coverage-)sim
 SIM_PRODUCT := procs/fault.c procs/printable.c $(addprefix ipc/,message.c page_image.c plan.c ring.c segment.c topology.c worker.c) \
     $(addprefix model/,dtype.c layout.c random.c split.c tokenizer_bytes.c visits.c) \
     $(addprefix io_worker/,commit.c engine.c engine_sync.c exporter.c folder.c io.c main.c page_tables.c pager.c read_back.c slots.c \
@@ -85,29 +88,29 @@ SIM_PRODUCT := procs/fault.c procs/printable.c $(addprefix ipc/,message.c page_i
     $(addprefix gpu_worker/,buffers.c evaluate.c main.c schedule.c) $(wildcard opt_worker/*.c) \
     $(addprefix launcher/,child.c coordinator.c findings.c metrics.c restart.c run_dir.c run_lock.c schedule.c session.c size.c spike.c supervisor.c watchdog.c)
 SIM_HEADERS := $(wildcard $(addsuffix /*.h,$(FOLDERS)))
-SIM_COPIES  := $(addprefix build/sim/src/,$(SIM_PRODUCT) $(SIM_HEADERS))
+SIM_COPIES  := $(addprefix $(SIM)/src/,$(SIM_PRODUCT) $(SIM_HEADERS))
 SIM_FLAGS   := -std=gnu11 -g -O2 -ffunction-sections -mavx2 -ffp-contract=off -fno-math-errno -D_GNU_SOURCE -DMTLAUNCH_SIM -DXXH_INLINE_ALL \
-               -Ibuild/sim/src
+               -I$(SIM)/src $(if $(COVERAGE),--coverage -O0)
 # whom the simulator listens to: its own function of that name calls real_...
 SIM_WATCHED_ipc/ring     := ring_publish ring_consume
 SIM_WATCHED_ipc/worker   := worker_check worker_pause worker_ready worker_fact
 SIM_WATCHED_model/layout := model_layout_init model_layout_destroy
-SIM_OBJECTS := $(patsubst tests/sim/%.c,build/sim/tests/%.o,$(wildcard tests/sim/*.c))
+SIM_OBJECTS := $(patsubst tests/sim/%.c,$(SIM)/tests/%.o,$(wildcard tests/sim/*.c))
 
-build/sim/src/%: % tests/sim/scale.sed
+$(SIM)/src/%: % tests/sim/scale.sed
 	@mkdir -p $(@D)
 	sed -f tests/sim/scale.sed $< >$@
-build/sim/product/%.o: build/sim/src/%.c tests/sim/edges.syms $(addprefix build/sim/src/,$(SIM_HEADERS))
+$(SIM)/product/%.o: $(SIM)/src/%.c tests/sim/edges.syms $(addprefix $(SIM)/src/,$(SIM_HEADERS))
 	@mkdir -p $(@D)
 	$(CC) $(SIM_FLAGS) -w -Dmain=$(*D)_main -include tests/sim/fault_point.h -c -o $@ $<
 	objcopy --redefine-syms=tests/sim/edges.syms --weaken-symbol=child_start --weaken-symbol=printable_put \
 	    $(foreach f,$(SIM_WATCHED_$*),--redefine-sym $(f)=real_$(f)) $@
-build/sim/tests/%.o: tests/sim/%.c $(wildcard tests/sim/*.h) $(addprefix build/sim/src/,$(SIM_HEADERS))
+$(SIM)/tests/%.o: tests/sim/%.c $(wildcard tests/sim/*.h) $(addprefix $(SIM)/src/,$(SIM_HEADERS))
 	@mkdir -p $(@D)
 	$(CC) $(SIM_FLAGS) -I. $(WARN) -Wstrict-prototypes -c -o $@ $<
-build/sim/bin/sim: $(SIM_OBJECTS) $(patsubst %.c,build/sim/product/%.o,$(SIM_PRODUCT))
+$(SIM)/bin/sim: $(SIM_OBJECTS) $(patsubst %.c,$(SIM)/product/%.o,$(SIM_PRODUCT))
 	@mkdir -p $(@D)
-	$(CC) -Wl,--gc-sections -o $@ $^ -lmsgpackc -lm
+	$(CC) -Wl,--gc-sections $(if $(COVERAGE),--coverage) -o $@ $^ -lmsgpackc -lm
 
 # ---- benchmarks: bench/bench_*.c ----
 
@@ -176,6 +179,9 @@ powercut: all
 soak-sim: build/sim/bin/sim
 	build/sim/bin/sim --soak $(SECONDS) --commit $$(git rev-parse --short HEAD) --ledger docs/measured/soak-sim.jsonl
 
+coverage:
+	python3 tests/coverage.py
+
 numbers: all benches tools/venv/installed
 	tools/venv/bin/python bench/measure.py
 
@@ -235,6 +241,7 @@ help:
 	@echo 'make chaos N=n     n cases: each fault point with each way to die, then random ones; docs/measured/chaos.jsonl'
 	@echo 'make fuzz SECONDS=n   each fuzz target for n seconds (60), new inputs kept in build/fuzz'
 	@echo 'make powercut      the power fails at every write of several runs; docs/measured/powercut.jsonl'
+	@echo 'make coverage      branches of rings, page tables, commit, recovery and supervisor that C tests and simulator take'
 	@echo 'make numbers       measurements, as JSON lines;  make benches: build/release/bench/*'
 	@echo 'make goldens       reference values from PyTorch and transformers (needs the network)'
 	@echo 'make install       to PREFIX (default /usr/local);  make clean: remove what was built'

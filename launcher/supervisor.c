@@ -128,6 +128,9 @@ static int judge(struct launcher *l, struct obituaries *o, const struct child *c
     (void)child_cause(child, cause, sizeof cause);
     int retry = l->session.plan->mode == PLAN_TRAIN &&
                 (kind == ERROR_FAILED || kind == ERROR_DAMAGED || kind == ERROR_ABANDONED);
+    /* at a restart it is not somebody else who holds the store, but our own dead worker's I/O */
+    if (kind == ERROR_BUSY && l->generation > 1)
+        kind = ERROR_FAILED;
     if (WIFEXITED(child->status) && kind != ERROR_NONE && !retry)
         return error_set((enum error_kind)kind, "%s", words);
     tell_death(l, child, cause, words);
