@@ -19,6 +19,7 @@
 #include "procs/error.h"
 #include "procs/fault.h"
 #include "procs/log.h"
+#include "procs/mutant.h"
 
 enum { ENGINE_DEPTH = 256 };
 
@@ -362,7 +363,7 @@ static int recover(struct io *io)
     if (commit_open(&io->commit, io->store) < 0)
         return -(int)error_kind_now();
     commit_resume(io->commit, &io->newest);
-    if (fell_back && io->plan->mode == PLAN_TRAIN) {
+    if (fell_back && io->plan->mode == PLAN_TRAIN && !mutant(MUTANT_given_up_comes_back)) {
         commit_give_up(io->commit, fell_back);
         const struct commit_facts facts = io->newest.facts;
         if (commit_run(io->commit, &facts, io->tables.complete, &io->newest) < 0)

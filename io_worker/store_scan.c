@@ -550,18 +550,18 @@ const struct commit_record *store_ring_newest(const struct store_ring *ring)
     return newest;
 }
 
-/* The record that `record` follows, if it is still in the ring. */
+/* The record that `record` follows, if it is still in the ring: the one before it, or, where that
+ * was given up, the one before that. */
 const struct commit_record *store_ring_parent(const struct store_ring *ring,
                                               const struct commit_record *record)
 {
-    if (record->sequence == 0)
-        return NULL;
-    const uint64_t i = (record->sequence - 1) % COMMIT_RECORD_RING;
-    const struct commit_record *parent = &ring->records[i];
-    if (!ring->valid[i] || parent->sequence != record->sequence - 1 ||
-        !page_digest_equal(page_image_digest(parent, sizeof *parent), record->parent))
-        return NULL;
-    return parent;
+    for (unsigned i = 0; record->sequence > 0 && i < COMMIT_RECORD_RING; i++) {
+        const struct commit_record *parent = &ring->records[i];
+        if (ring->valid[i] && parent->sequence < record->sequence &&
+            page_digest_equal(page_image_digest(parent, sizeof *parent), record->parent))
+            return parent;
+    }
+    return NULL;
 }
 
 static int no_record(const struct store *store)

@@ -45,6 +45,7 @@
     X(metrics_name_not_durable, "the name of metrics.jsonl is not flushed")                        \
     X(short_write_done, "a short transfer counts as done")                                         \
     X(frame_given_back_twice, "a gradient frame is given back twice")                              \
+    X(given_up_comes_back, "a commit that was given up is not committed over")                     \
     X(half_applied_step_kept, "a restart keeps the step that was being applied")
 
 #define X(name, sentence) MUTANT_##name,

@@ -43,6 +43,8 @@ GOLDENS = os.path.join(ROOT, "tests", "goldens")
 ROLES = ("gpu_worker", "io_worker", "opt_worker")
 SECONDS_MAX = 120  # of one run; the machine may be busy
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it; a run would do so too
+
 DONE, FAILED, USER, FIT, STOPPED, BUSY = range(6)  # exit statuses
 
 

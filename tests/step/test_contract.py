@@ -413,11 +413,15 @@ def a_killed_worker_is_restarted_and_told(t):
             os.kill(b.children(role)[0][0], signal.SIGKILL)
             status = b.wait()
             check(status in (STOPPED, DONE), "status %s\n%s" % (status, b.output()))
-        death = run.events("worker_exit")[-1]
+        death = [e for e in run.events("worker_exit") if "signal 9" in e["cause"]][-1]
         equal(death["worker"], role + ".0", "worker of the event")
-        check("signal 9" in death["cause"], "cause %r" % death["cause"])
-    equal([len(run.events(e)) for e in ("worker_exit", "restart")], [3, 3], "worker_exit and restart events")
-    equal(len(run.events("resume")), 5, "resume events")
+    # a flush that a dead io_worker did not see end is not believed: its successor says so, and all begin anew
+    others = [e for e in run.events("worker_exit") if "signal 9" not in e["cause"]]
+    check(all("was flushing" in e["words"] for e in others), "deaths: %s" % others)
+    equal(len(run.events("worker_exit")), 3 + len(others), "deaths")
+    equal(sorted(e["tier"] for e in run.events("restart")), ["T1"] * (3 - len(others)) + ["T2"] * len(others),
+          "one worker restarted at a time")
+    equal(len(run.events("resume")), 2 + len(others), "resume events: of the second and the third start")
     run.check_steps(60)
     plain = tiny_run(t.dir, "plain", training={"steps": 60})
     plain.ok()

@@ -802,7 +802,8 @@ def offload_dir_is_where_the_store_lies_one_or_several(t):
     one = short(t, "one", memory={"offload_dir": ["nvme"]})
     one.ok()
     equal(one.hashes(), base_hashes(t), "state hashes")
-    equal(set(os.listdir(os.path.join(t.dir, "nvme"))), {"superblock", "slots", "commit"}, "files of the store")
+    equal(set(os.listdir(os.path.join(t.dir, "nvme"))), {"superblock", "slots", "commit", "run.lock"},
+          "files of the store")
     check(not os.path.exists(os.path.join(one.dir, "store")), "another store in the run directory")
     dirs = [os.path.join(t.dir, "a"), os.path.join(t.dir, "b")]
     two = same_as_base(t, "two", memory={"offload_dir": dirs})
