@@ -110,7 +110,7 @@ static int introduce(struct worker *w, enum role role, uint32_t index, const cha
         w->segment.generation = generation; /* this one takes the place of one that died */
     w->self->incarnation = w->segment.generation;
     forget_predecessor(w->self);
-    atomic_thread_fence(memory_order_release); /* session_introduced(): from here on it is ours */
+    atomic_thread_fence(memory_order_seq_cst); /* session_introduced(): from here on it is ours */
     w->self->pid = getpid();
     check_set_panic_buffer(w->self->panic, sizeof w->self->panic);
     /* commands have no log: their errors travel through the control page */
