@@ -156,9 +156,10 @@ struct step_result {
 struct worker_control {
     uint64_t magic;
     uint32_t role, index;
-    int32_t pid;
-    uint32_t incarnation;          /* the generation in which this process was started */
-    _Atomic uint32_t ready;        /* the generation for which it is set up, waiting for orders */
+    _Atomic int32_t pid;    /* written last at the introduction: from then on the page is this
+                               process's, not its predecessor's */
+    uint32_t incarnation;   /* the generation in which this process was started */
+    _Atomic uint32_t ready; /* the generation for which it is set up, waiting for orders */
     _Atomic uint32_t acknowledged; /* the abort_generation for which it has stopped */
     _Atomic uint32_t sleeping;     /* 1: about to poll, ring the bell */
     _Atomic uint64_t heartbeat; /* turns of the main loop; gpu: also work items of an operation */

@@ -110,8 +110,8 @@ static int introduce(struct worker *w, enum role role, uint32_t index, const cha
         w->segment.generation = generation; /* this one takes the place of one that died */
     w->self->incarnation = w->segment.generation;
     forget_predecessor(w->self);
-    atomic_thread_fence(memory_order_seq_cst); /* session_introduced(): from here on it is ours */
-    w->self->pid = getpid();
+    /* release: pairs with the acquire in session_introduced(); from here on the page is ours */
+    atomic_store_explicit(&w->self->pid, getpid(), memory_order_release);
     check_set_panic_buffer(w->self->panic, sizeof w->self->panic);
     /* commands have no log: their errors travel through the control page */
     if (!*plan_text_get(w->plan, w->plan->log_dir))

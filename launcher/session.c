@@ -168,9 +168,8 @@ void session_release(struct launcher *l)
 
 int session_introduced(const struct launcher *l, const struct child *child)
 {
-    int introduced = session_control(l, child)->pid == child->pid;
-    atomic_thread_fence(memory_order_acquire); /* pairs with the fence in the worker's start */
-    return introduced;
+    return atomic_load_explicit(&session_control(l, child)->pid, memory_order_acquire) ==
+           child->pid;
 }
 
 int session_ready(const struct launcher *l)
