@@ -55,8 +55,10 @@ def machine():
 class Ours:
     """A run that goes on a few steps at a time: stopped and resumed, as a user would."""
 
-    def __init__(self, folder, checkpointing):
+    def __init__(self, folder, checkpointing, overrides=(), env=None):
         self.folder = pathlib.Path(folder)
+        self.folder.mkdir(exist_ok=True)
+        self.overrides, self.env = list(overrides), dict(os.environ, **(env or {}))
         self.step = 0
         text = self.folder / "text.txt"
         text.write_bytes((ROOT / "README.md").read_bytes() * 200)
@@ -91,7 +93,8 @@ progress = "none"
         """Seconds of `count` steps; the first step after a start warms up and is not counted."""
         self.step += count + 1
         done = subprocess.run(
-            [MTLAUNCH, self.run_file, f"--run.stop_after_step={self.step}"], capture_output=True, text=True
+            [MTLAUNCH, self.run_file, f"--run.stop_after_step={self.step}"] + self.overrides,
+            capture_output=True, text=True, env=self.env,
         )
         if done.returncode != 4:
             sys.exit(f"mtlaunch ended with {done.returncode}: {done.stderr}")
@@ -207,7 +210,28 @@ def memory(args):
                unit="x, highest over lowest in 200 steps", repeats=len(samples))  # fmt: skip
 
 
-MEASUREMENTS = [no_checkpointing, full_checkpointing, memory]
+def safety(args):
+    """Everything that guards a run against nothing of it: hashes of lent frames, deadlines, a third slot that is
+    read back before reuse. 1024 tokens per step, a quarter of the other measurements': a step in which the
+    optimizer, and with it what guards it, weighs four times as much."""
+    small = ["--training.micro_batch_size=2", "--training.gradient_accumulation_steps=1"]
+    pairs, ratios = max(args.pairs, 30), []
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+        on = Ours(folder + "/on", "none", small)
+        off = Ours(folder + "/off", "none", small + ["--run.watchdog=false", "--memory.verify_writes=false"],
+                   {"MTLAUNCH_FRAME_HASHES": "0"})
+        on.steps(1), off.steps(1)
+        for pair in range(pairs):
+            first, second = (on, off) if pair % 2 else (off, on)
+            times = {first: statistics.median(first.steps(3)), second: statistics.median(second.steps(3))}
+            ratios.append(times[on] / times[off])
+            print(f"  safety: pair {pair + 1}/{pairs}: {times[on]:.3f} s against {times[off]:.3f} s", file=sys.stderr)
+    middle, low, high = median_interval(ratios)
+    yield dict(name="step_time_with_safety", value=round(middle, 4), low=round(low, 4), high=round(high, 4), target=1.02,
+               unit="x step time without", repeats=pairs)  # fmt: skip
+
+
+MEASUREMENTS = [no_checkpointing, full_checkpointing, memory, safety]
 
 
 def main():

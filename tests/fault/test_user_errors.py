@@ -464,7 +464,7 @@ def output_dir_that_cannot_be_one(t):
 def offload_dir_that_cannot_be_one(t):
     run = tiny_run(t.dir)
     run.change(memory={"offload_dir": ["train.txt"]})
-    fails(t, [run.file], "offload_dir: %s/train.txt is not a directory" % t.dir)
+    fails(t, [run.file], "offload_dir: %s/train.txt: expected a directory, found a file" % t.dir)
     run.change(memory={"offload_dir": ["a", "a"]})
     fails(t, [run.file], "offload_dir: %s/a: expected once, found twice" % t.dir)
     run.change(memory={"offload_dir": ["d%d" % i for i in range(17)]})
