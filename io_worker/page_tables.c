@@ -80,10 +80,11 @@ void page_tables_open(struct page_tables *t, void *memory, uint64_t n_pages)
 }
 
 void page_tables_start(struct page_tables *t, const struct commit_facts *facts,
-                       struct page_digest state_hash)
+                       struct page_digest state_hash, int read_back)
 {
     t->state.facts = *facts;
     t->state.state_hash = state_hash;
+    t->state.read_back = read_back != 0;
     for (int role = 0; role < TABLE_ROLES; role++)
         t->state.step[role] = facts->step;
     start_forming(t);
@@ -103,6 +104,7 @@ void page_tables_committed(struct page_tables *t)
 {
     t->state.place[TABLE_COMMITTED] = t->state.place[TABLE_COMPLETE];
     t->state.step[TABLE_COMMITTED] = t->state.step[TABLE_COMPLETE];
+    t->state.read_back = 0;
     publish(t);
 }
 
@@ -110,6 +112,7 @@ void page_tables_anchored(struct page_tables *t)
 {
     t->state.place[TABLE_ANCHOR] = t->state.place[TABLE_COMMITTED];
     t->state.step[TABLE_ANCHOR] = t->state.step[TABLE_COMMITTED];
+    t->state.read_back = 1;
     publish(t);
 }
 

@@ -27,6 +27,7 @@ struct page_tables_state {
     uint64_t sequence; /* of states; the valid copy with the larger one counts */
     uint64_t n_pages;
     uint32_t place[TABLE_ROLES];
+    uint64_t read_back;            /* 1: every page of the newest commit was read since its flush */
     uint64_t step[TABLE_ROLES];    /* that each table is of; forming: not used */
     struct page_digest state_hash; /* of the complete step */
     struct commit_facts facts;     /* likewise */
@@ -45,9 +46,10 @@ struct page_tables {
  * page_tables_start(). */
 void page_tables_open(struct page_tables *tables, void *memory, uint64_t n_pages);
 
-/* The entries in `complete` are a durable commit that was read back; all roles are this version. */
+/* The entries in `complete` are a durable commit; all roles are this version. `read_back`: recovery
+ * has read it; an import has only written it. */
 void page_tables_start(struct page_tables *tables, const struct commit_facts *facts,
-                       struct page_digest state_hash);
+                       struct page_digest state_hash, int read_back);
 
 /* Takes over what a predecessor left: `memory` may hold anything. 0, or ERROR_DAMAGED naming what
  * does not fit: both states, an entry of a table that counts, or the complete step's hash.

@@ -801,7 +801,7 @@ static void begin_training(struct io *io)
     io->base_version = 0;
     for (uint64_t p = 0; p < io->layout->n_pages; p++) /* all pages change in the same steps */
         io->base_version = io->tables.complete[p].version;
-    if (io->tables.anchor == io->tables.committed)
+    if (io->tables.state.read_back)
         io->readback.active = 0;
     else if (io->readback.sequence != io->newest.sequence || !io->readback.active)
         readback_begin(&io->readback, io->newest.sequence);

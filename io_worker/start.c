@@ -409,8 +409,8 @@ int start_weights(struct io *io)
         return error_set(ERROR_USER, "%s: no commit yet", io->directories[0]);
     if ((rc = exists ? recover(io) : create(io)) < 0)
         return rc;
-    /* the anchor too: recovery read every slot; import is read by the first step */
-    page_tables_start(&io->tables, &io->newest.facts, io->newest.state_hash);
+    /* recovery read every slot; an import is read back by the first step, or before its skip */
+    page_tables_start(&io->tables, &io->newest.facts, io->newest.state_hash, exists);
     io->w->self->store_bytes = store_bytes_needed(io->layout, io->dtype, io->plan->slots_per_page);
     return 0;
 }

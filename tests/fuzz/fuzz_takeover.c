@@ -71,7 +71,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv)
     REQUIRE(memory != NULL);
     page_tables_open(&t, memory, PAGES);
     fill(t.complete, 0);
-    page_tables_start(&t, &facts, commit_state_hash(&facts, t.complete, PAGES));
+    page_tables_start(&t, &facts, commit_state_hash(&facts, t.complete, PAGES), 1);
     for (int i = 0; i < CHANGES; i++) {
         int kind = i % 7 % 4; /* complete, committed, anchored, abandoned, complete, ... */
         if (kind == 0) {

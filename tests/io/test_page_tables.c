@@ -47,7 +47,7 @@ static void start(struct page_tables *t)
     memset(memory, 0x5a, sizeof memory);
     page_tables_open(t, memory, PAGES);
     fill(t->complete, 0);
-    page_tables_start(t, &facts, commit_state_hash(&facts, t->complete, PAGES));
+    page_tables_start(t, &facts, commit_state_hash(&facts, t->complete, PAGES), 1);
 }
 
 static void complete(struct page_tables *t, uint64_t step)
@@ -82,10 +82,13 @@ static void roles_move_and_a_successor_finds_them(void **state)
         assert_versions(&t, step - 1, step - 1, step);
         page_tables_committed(&t);
         assert_versions(&t, step - 1, step, step);
+        assert_int_equal(t.state.read_back, 0);
         assert_int_equal(page_tables_adopt(&next, memory, PAGES, SLOTS), 0);
         assert_versions(&next, step - 1, step, step);
         t = next;
+        assert_int_equal(t.state.read_back, 0); /* a successor reads it back, too */
         page_tables_anchored(&t);
+        assert_int_equal(t.state.read_back, 1);
         assert_versions(&t, step, step, step);
     }
 }
