@@ -116,8 +116,10 @@ static int adopt_commit(struct io *io)
                          "the worker that died was flushing step %llu, and how that "
                          "ended is not known: the step is abandoned",
                          (unsigned long long)t->state.facts.step);
+    atomic_store_explicit(&io->w->self->flushing, 1, memory_order_release);
     if (store_flush(io->store) < 0) /* the next flush would say that all is well */
         return error_as(ERROR_DAMAGED);
+    atomic_store_explicit(&io->w->self->flushing, 0, memory_order_release);
     if (store_newest(io->store, &io->newest, t->forming) < 0)
         return -(int)error_kind_now();
     uint64_t told = atomic_load_explicit(&io->w->self->complete_step, memory_order_relaxed);
