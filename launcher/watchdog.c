@@ -185,6 +185,7 @@ int watchdog_nothing_moves(struct launcher *l)
         l->moved = moved;
         l->moved_ns = now;
     }
-    double wanted = silence_s();
-    return seconds_between(l->moved_ns, now) > (wanted > 0.0 ? wanted : WATCHDOG_STALL_S);
+    double wanted = silence_s(); /* io_worker names a request after a second: that comes first */
+    return seconds_between(l->moved_ns, now) >
+           (wanted > 0.0 ? 2.0 * wanted + 2.0 : WATCHDOG_STALL_S);
 }
