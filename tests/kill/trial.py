@@ -44,6 +44,7 @@ class Trial:
         self.run, self.env = run, env or {}
         self.mark = "mark-%d-%d" % (os.getpid(), time.monotonic_ns())
         self.launchers, self.sockets = [], set()
+        self.shm_before = shm_names()  # may hold a name left by another program, with a process id that comes again
 
     def start(self, *overrides):
         live = self.run.start(*overrides, env=dict(self.env, TEST_MARK=self.mark))
@@ -65,7 +66,7 @@ class Trial:
         self.check_all_gone(5)
         left = [d for d in self.sockets if os.path.exists(d)]
         check(not left, "left in /tmp: %s" % left)
-        own = [n for n in shm_names() if any("-%d-" % pid in n for pid in self.launchers)]
+        own = [n for n in shm_names() - self.shm_before if any("-%d-" % pid in n for pid in self.launchers)]
         check(not own, "left in /dev/shm: %s" % own)
         for path in [os.path.join(self.run.dir, "run.lock")] + glob.glob(self.run.dir + "/store/*"):
             # the kernel takes an io_uring down, and with it its hold on the files, after its process
