@@ -31,14 +31,14 @@ static int give_back(struct ring *ring, const struct ring_descriptor *d)
     return rc;
 }
 
+/* Elements that are copied and hashed at a time: what is hashed is still in the cache. */
+enum { PIECE_ELEMENTS = 256 << 10 };
+
 /* The payload of a borrowed frame as io_worker hashed it. */
-static int check_frame(const struct gpu *g, const char *what, const struct ring_descriptor *d,
-                       const void *frame, uint64_t bytes)
+static int check_hash(const struct gpu *g, const char *what, const struct ring_descriptor *d,
+                      uint64_t found)
 {
-    if (!g->w->plan->frame_hashes)
-        return 0;
-    uint64_t found = page_image_digest(frame, bytes).low;
-    if (found == d->hash)
+    if (!g->w->plan->frame_hashes || found == d->hash)
         return 0;
     return error_set(ERROR_DAMAGED,
                      "%s of page %llu in step %llu: hash: expected %016llx, found %016llx: memory "
@@ -52,13 +52,22 @@ static int load_page(struct gpu *g, const struct visit *visit, const struct ring
 {
     const struct model_page *page = &g->w->layout.pages[d->page];
     uint64_t source = page->layer == visit->sources[0] ? 0 : 1;
-    const void *frame = segment_frame(&g->w->segment, REGION_WEIGHTS_POOL, 0, d->frame);
-    if (check_frame(g, "weights", d, frame, page->elements * (g->w->plan->bf16 ? 2 : 4)) < 0)
-        return -(int)error_kind_now();
-    g->device->ops->load(g->device, device_at(g->device, g->buffers.weights[source], page->offset),
-                         frame, g->w->plan->bf16 ? DEVICE_HOST_BF16 : DEVICE_HOST_F32,
-                         page->elements);
+    const char *frame = segment_frame(&g->w->segment, REGION_WEIGHTS_POOL, 0, d->frame);
+    enum device_host_dtype from = g->w->plan->bf16 ? DEVICE_HOST_BF16 : DEVICE_HOST_F32;
+    uint64_t width = g->w->plan->bf16 ? 2 : 4;
+    struct page_digest_so_far digest;
+    page_digest_begin(&digest);
+    for (uint64_t at = 0, n; at < page->elements; at += n) {
+        n = page->elements - at < PIECE_ELEMENTS ? page->elements - at : PIECE_ELEMENTS;
+        if (g->w->plan->frame_hashes)
+            page_digest_add(&digest, frame + at * width, n * width);
+        g->device->ops->load(g->device,
+                             device_at(g->device, g->buffers.weights[source], page->offset + at),
+                             frame + at * width, from, n);
+    }
     g->device->ops->synchronize(g->device); /* before RETURN: the frame may be reused at once */
+    if (check_hash(g, "weights", d, page_digest_end(&digest).low) < 0)
+        return -(int)error_kind_now();
     fault_point(FAULT_gpu_weights_taken);
     int rc = give_back(&g->weights_return, d);
     fault_point(FAULT_gpu_weights_returned);
@@ -118,7 +127,7 @@ int gpu_take_microbatch(struct gpu *g, enum microbatch_kind kind, uint64_t slot,
                          (unsigned long long)g->step);
     uint64_t n = g->buffers.batch_elements;
     const int32_t *frame = segment_frame(&g->w->segment, REGION_MICROBATCH_POOL, 0, d.frame);
-    if (check_frame(g, "tokens", &d, frame, 4 * n * sizeof(int32_t)) < 0)
+    if (check_hash(g, "tokens", &d, page_image_digest(frame, 4 * n * sizeof(int32_t)).low) < 0)
         return -(int)error_kind_now();
     g->device->ops->copy_in(g->device, g->buffers.batch + slot * 4 * n, frame,
                             4 * n * sizeof(int32_t));
@@ -202,23 +211,47 @@ static void arm_flip(struct gpu *g)
         g->flip_once = end + 1;
 }
 
-static void flip_bit(const struct gpu *g, uint64_t page, float *frame)
+/* In the first piece that has something to flip. */
+static void flip_bit(const struct gpu *g, uint64_t page, float *piece, uint64_t n, int *flipped)
 {
     uint32_t bits;
-    uint64_t i = 0, last = g->w->layout.pages[page].elements - 1;
-    if (g->step != g->flip_step || page != 0)
+    uint64_t i = 0;
+    if (*flipped || g->step != g->flip_step || page != 0)
         return;
+    while (i < n && piece[i] == 0.0f)
+        i++; /* a bit of 0 would make a denormal, and those count as zero */
+    if (i == n)
+        return;
+    *flipped = 1;
     if (g->flip_once) {
         int fd = open(g->flip_once, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
         if (fd < 0)
             return;
         (void)close(fd);
     }
-    while (i < last && frame[i] == 0.0f)
-        i++; /* a bit of 0 would make a denormal, and those count as zero */
-    memcpy(&bits, frame + i, sizeof bits);
+    memcpy(&bits, piece + i, sizeof bits);
     bits ^= 1u << g->flip_bit;
-    memcpy(frame + i, &bits, sizeof bits);
+    memcpy(piece + i, &bits, sizeof bits);
+}
+
+/* Copies a page of gradients off the device, and hashes it. */
+static uint64_t copy_gradients(const struct gpu *g, uint64_t p, float *frame)
+{
+    const struct model_page *page = &g->w->layout.pages[p];
+    struct page_digest_so_far digest;
+    int flipped = 0;
+    page_digest_begin(&digest);
+    for (uint64_t at = 0, n; at < page->elements; at += n) {
+        n = page->elements - at < PIECE_ELEMENTS ? page->elements - at : PIECE_ELEMENTS;
+        g->device->ops->copy_out(g->device, frame + at, g->buffers.gradients + page->offset + at,
+                                 n * sizeof *frame);
+        if (!mutant(MUTANT_publish_before_copy))
+            g->device->ops->synchronize(g->device);
+        flip_bit(g, p, frame + at, n, &flipped);
+        if (g->w->plan->frame_hashes)
+            page_digest_add(&digest, frame + at, n * sizeof *frame);
+    }
+    return page_digest_end(&digest).low;
 }
 
 /* Sends a layer's accumulated gradient off the device, page by page, to the pages' owners. */
@@ -226,20 +259,13 @@ static int publish_gradients(struct gpu *g, uint32_t layer)
 {
     const struct model_layer *l = &g->w->layout.layers[layer];
     for (uint64_t p = l->first_page; p < l->first_page + l->n_pages; p++) {
-        const struct model_page *page = &g->w->layout.pages[p];
         uint32_t owner = topology_page_owner(p, g->w->plan->opt_workers);
-        uint64_t bytes = page->elements * sizeof(float);
         struct ring_descriptor d = {.page = p, .step = g->step};
         int rc = take_frame(g, &d.frame);
         if (rc < 0)
             return rc;
-        float *frame = segment_frame(&g->w->segment, REGION_GRADIENT_POOL, 0, d.frame);
-        g->device->ops->copy_out(g->device, frame, g->buffers.gradients + page->offset, bytes);
-        if (!mutant(MUTANT_publish_before_copy))
-            g->device->ops->synchronize(g->device);
-        flip_bit(g, p, frame);
-        if (g->w->plan->frame_hashes)
-            d.hash = page_image_digest(frame, bytes).low;
+        d.hash =
+            copy_gradients(g, p, segment_frame(&g->w->segment, REGION_GRADIENT_POOL, 0, d.frame));
         if ((rc = give_back(&g->gradient[owner], &d)) < 0) /* as deep as its pool */
             return rc;
         fault_point(FAULT_gpu_gradient_published);

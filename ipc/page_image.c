@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#define XXH_STATIC_LINKING_ONLY /* for the size of a state */
 #include <xxhash.h>
 
 #define PAGE_IMAGE_MAGIC 0x3145474150434d4dull /* "MMCPAGE1" in memory */
@@ -80,6 +81,24 @@ struct page_digest page_image_digest(const void *data, uint64_t bytes)
     if (bytes == 0)
         return (struct page_digest){0, 0};
     XXH128_hash_t hash = XXH3_128bits(data, bytes);
+    return (struct page_digest){hash.low64, hash.high64};
+}
+
+_Static_assert(sizeof(XXH3_state_t) <= sizeof(struct page_digest_so_far), "the state fits");
+
+void page_digest_begin(struct page_digest_so_far *so_far)
+{
+    CHECK(XXH3_128bits_reset((XXH3_state_t *)(void *)so_far->state) == XXH_OK);
+}
+
+void page_digest_add(struct page_digest_so_far *so_far, const void *data, uint64_t bytes)
+{
+    CHECK(XXH3_128bits_update((XXH3_state_t *)(void *)so_far->state, data, bytes) == XXH_OK);
+}
+
+struct page_digest page_digest_end(const struct page_digest_so_far *so_far)
+{
+    XXH128_hash_t hash = XXH3_128bits_digest((const XXH3_state_t *)(const void *)so_far->state);
     return (struct page_digest){hash.low64, hash.high64};
 }
 

@@ -112,6 +112,21 @@ uint64_t page_image_weights_bytes(const struct page_image_layout *layout);
 /* xxh3-128 of `bytes` bytes; zero for none. */
 struct page_digest page_image_digest(const void *data, uint64_t bytes);
 
+/*
+ * The same of bytes that come piece by piece: whoever copies or computes with a page hashes each
+ * piece while it is in the cache, instead of fetching the page from memory a second time.
+ *
+ *     page_digest_begin(&so_far);
+ *     for each piece:  page_digest_add(&so_far, piece, bytes);
+ *     page_digest_end(&so_far)   == page_image_digest(all, all bytes), all bytes > 0
+ */
+struct page_digest_so_far {
+    _Alignas(64) unsigned char state[576]; /* XXH3_state_t; nothing to release */
+};
+void page_digest_begin(struct page_digest_so_far *so_far);
+void page_digest_add(struct page_digest_so_far *so_far, const void *data, uint64_t bytes);
+struct page_digest page_digest_end(const struct page_digest_so_far *so_far);
+
 static inline int page_digest_equal(struct page_digest a, struct page_digest b)
 {
     return a.low == b.low && a.high == b.high;

@@ -71,15 +71,21 @@ static norm_block *const blocks[] = {
 };
 _Static_assert(sizeof blocks / sizeof blocks[0] == ISA_COUNT, "one per instruction set");
 
+void norm_push(struct norm_tree *tree, const float *g, uint64_t elements)
+{
+    CHECK(elements % NORM_BLOCK_ELEMENTS == 0);
+    norm_block *block_sum = blocks[isa_now()];
+    unsigned mode = isa_mode_enter();
+    for (uint64_t at = 0; at < elements; at += NORM_BLOCK_ELEMENTS)
+        norm_tree_push(tree, block_sum(g + at));
+    isa_mode_leave(mode);
+}
+
 double norm_page(const float *g, uint64_t elements, uint64_t page_elements)
 {
     CHECK(page_elements >= NORM_BLOCK_ELEMENTS && (page_elements & (page_elements - 1)) == 0);
-    CHECK(elements <= page_elements && elements % NORM_BLOCK_ELEMENTS == 0);
-    norm_block *block_sum = blocks[isa_now()];
+    CHECK(elements <= page_elements);
     struct norm_tree tree = {.leaves = 0};
-    unsigned mode = isa_mode_enter();
-    for (uint64_t at = 0; at < elements; at += NORM_BLOCK_ELEMENTS)
-        norm_tree_push(&tree, block_sum(g + at));
-    isa_mode_leave(mode);
+    norm_push(&tree, g, elements);
     return norm_tree_root(&tree);
 }

@@ -23,4 +23,8 @@ enum { NORM_BLOCK_ELEMENTS = 4096, NORM_LANES = 32 };
  */
 double norm_page(const float *g, uint64_t elements, uint64_t page_elements);
 
+/* The same piece by piece: pushes the blocks of `elements` more elements, a multiple of 4096, on a
+ * tree that began as {.leaves = 0}. In the end norm_tree_root() is the page's value. */
+void norm_push(struct norm_tree *tree, const float *g, uint64_t elements);
+
 #endif

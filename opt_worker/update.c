@@ -16,6 +16,10 @@
 
 enum { NO_FRAME = UINT32_MAX };
 
+/* Elements that are worked on at a time, a multiple of 4096: what is hashed of them is still in the
+ * cache (seven arrays of an update take 448 KiB). */
+enum { PIECE_ELEMENTS = 16 << 10 };
+
 struct update {
     struct worker *w;
     struct ring gradient, gradient_return, state, state_return, writeback;
@@ -90,13 +94,18 @@ static int give_back(struct ring *ring, uint32_t frame, uint64_t page, enum stat
     return rc;
 }
 
-/* The gradient as gpu_worker hashed it when it left the device. */
-static int check_gradient(const struct update *u, uint64_t page, uint32_t frame, uint64_t hash)
+static uint64_t piece_at(uint64_t at, uint64_t elements)
 {
-    const float *g = segment_frame(&u->w->segment, REGION_GRADIENT_POOL, 0, frame);
+    return elements - at < PIECE_ELEMENTS ? elements - at : PIECE_ELEMENTS;
+}
+
+/* The gradient as gpu_worker hashed it when it left the device. */
+static int check_gradient(const struct update *u, uint64_t page, uint64_t hash,
+                          const struct page_digest_so_far *digest)
+{
     if (!u->w->plan->frame_hashes)
         return 0;
-    uint64_t found = page_image_digest(g, u->w->layout.pages[page].elements * sizeof *g).low;
+    uint64_t found = page_digest_end(digest).low;
     if (found == hash)
         return 0;
     return error_set(ERROR_FAILED,
@@ -134,6 +143,24 @@ static int take_descriptor(struct update *u, struct ring *ring, enum ring_id id,
     return 0;
 }
 
+/* Hash and sum of squares of a gradient, in one pass. */
+static int read_gradient(const struct update *u, const struct ring_descriptor *d, double *squares)
+{
+    const float *g = segment_frame(&u->w->segment, REGION_GRADIENT_POOL, 0, d->frame);
+    uint64_t elements = u->w->layout.pages[d->page].elements;
+    struct page_digest_so_far digest;
+    struct norm_tree tree = {.leaves = 0};
+    page_digest_begin(&digest);
+    for (uint64_t at = 0, n; at < elements; at += n) {
+        n = piece_at(at, elements);
+        if (u->w->plan->frame_hashes)
+            page_digest_add(&digest, g + at, n * sizeof *g);
+        norm_push(&tree, g + at, n);
+    }
+    *squares = norm_tree_root(&tree);
+    return check_gradient(u, d->page, d->hash, &digest);
+}
+
 static int collect(struct update *u)
 {
     for (uint64_t r = 0; r < u->own_pages; r++)
@@ -150,12 +177,11 @@ static int collect(struct update *u)
         u->gradient_frames[rank] = d.frame;
         u->gradient_hashes[rank] = d.hash;
         fault_point(FAULT_opt_gradient_taken);
-        if ((rc = check_gradient(u, d.page, d.frame, d.hash)) < 0)
+        double squares;
+        if ((rc = read_gradient(u, &d, &squares)) < 0)
             return rc;
-        const float *g = segment_frame(&u->w->segment, REGION_GRADIENT_POOL, 0, d.frame);
         u->norms[rank].gradient_hash = d.hash;
-        u->norms[rank].sum_of_squares =
-            norm_page(g, u->w->layout.pages[d.page].elements, u->w->plan->page_elements);
+        u->norms[rank].sum_of_squares = squares;
         atomic_store_explicit(&u->norms[rank].step, u->step, memory_order_release);
         fault_point(FAULT_opt_norm_written);
     }
@@ -185,8 +211,8 @@ struct page_arrays {
     int has_moments; /* 0: codec ZERO, they are all zero */
 };
 
-static void apply_f32(const struct update *u, const struct page_arrays *a,
-                      struct recompute_page *done, struct adamw_page_f32 *page)
+static void bind_f32(const struct update *u, const struct page_arrays *a,
+                     struct adamw_page_f32 *page)
 {
     const struct page_image_layout *l = a->layout;
     *page = (struct adamw_page_f32){
@@ -200,12 +226,10 @@ static void apply_f32(const struct update *u, const struct page_arrays *a,
         .m_out = page_image_part(a->out, l, PART_M),
         .v_out = page_image_part(a->out, l, PART_V),
     };
-    adamw_update_f32(done->scalars, page);
-    done->f32 = page;
 }
 
-static void apply_split(const struct update *u, const struct page_arrays *a,
-                        struct recompute_page *done, struct adamw_page_split *page)
+static void bind_split(const struct update *u, const struct page_arrays *a,
+                       struct adamw_page_split *page)
 {
     const struct page_image_layout *l = a->layout;
     *page = (struct adamw_page_split){
@@ -221,22 +245,61 @@ static void apply_split(const struct update *u, const struct page_arrays *a,
         .m_out = page_image_part(a->out, l, PART_M),
         .v_out = page_image_part(a->out, l, PART_V),
     };
-    adamw_update_split(done->scalars, page);
-    done->split = page;
+}
+
+static const float *moved(const float *array, uint64_t at)
+{
+    return array ? array + at : NULL;
+}
+
+/* Updates a page, and hashes what it read of the gradient: gpu_worker maps that frame writable, and
+ * may have gone mad since the norm was taken. */
+static void update_pieces(const struct update *u, const struct recompute_page *done,
+                          struct page_digest_so_far *digest)
+{
+    const float *gradient = done->f32 ? done->f32->gradient : done->split->gradient;
+    uint64_t elements = done->f32 ? done->f32->elements : done->split->elements;
+    page_digest_begin(digest);
+    for (uint64_t at = 0, n; at < elements; at += n) {
+        n = piece_at(at, elements);
+        if (done->f32) {
+            struct adamw_page_f32 p = *done->f32;
+            p.elements = n;
+            p.decay_blocks += at / MODEL_BLOCK_ELEMENTS;
+            p.gradient += at, p.w_in += at, p.w_out += at, p.m_out += at, p.v_out += at;
+            p.m_in = moved(p.m_in, at), p.v_in = moved(p.v_in, at);
+            adamw_update_f32(done->scalars, &p);
+        } else {
+            struct adamw_page_split p = *done->split;
+            p.elements = n;
+            p.decay_blocks += at / MODEL_BLOCK_ELEMENTS;
+            p.gradient += at, p.m_out += at, p.v_out += at;
+            p.w_hi_in += at, p.w_lo_in += at, p.w_hi_out += at, p.w_lo_out += at;
+            p.m_in = moved(p.m_in, at), p.v_in = moved(p.v_in, at);
+            adamw_update_split(done->scalars, &p);
+        }
+        if (u->w->plan->frame_hashes)
+            page_digest_add(digest, gradient + at, n * sizeof *gradient);
+    }
 }
 
 /* Updates the page, and has a part of it computed once more. */
 static int update_arrays(struct update *u, const struct page_arrays *a,
-                         const struct adamw_scalars *scalars, uint64_t page)
+                         const struct adamw_scalars *scalars, uint64_t page,
+                         struct page_digest_so_far *digest)
 {
     struct recompute_page done = {.step = u->step, .page = page, .scalars = scalars};
     struct adamw_page_f32 f32;
     struct adamw_page_split split;
     recompute_bind(u->recompute);
-    if (u->w->plan->bf16)
-        apply_split(u, a, &done, &split);
-    else
-        apply_f32(u, a, &done, &f32);
+    if (u->w->plan->bf16) {
+        bind_split(u, a, &split);
+        done.split = &split;
+    } else {
+        bind_f32(u, a, &f32);
+        done.f32 = &f32;
+    }
+    update_pieces(u, &done, digest);
     return recompute_compare(u->recompute, &done);
 }
 
@@ -284,9 +347,9 @@ static int apply_page(struct update *u, const struct step_orders *orders,
     model_page_decay_bits(&u->w->layout, page, u->no_decay, (uint32_t)u->w->plan->no_decay.count,
                           u->decay_blocks);
     struct adamw_scalars scalars = scalars_of(orders);
-    /* compared afterwards: gpu_worker maps the frame writable, and may have gone mad meanwhile */
-    if (update_arrays(u, &a, &scalars, d->page) < 0 ||
-        check_gradient(u, d->page, u->gradient_frames[rank], u->gradient_hashes[rank]) < 0)
+    struct page_digest_so_far digest;
+    if (update_arrays(u, &a, &scalars, d->page, &digest) < 0 ||
+        check_gradient(u, d->page, u->gradient_hashes[rank], &digest) < 0)
         return -(int)error_kind_now();
     identity.version = u->step;
     page_image_seal(a.out, &layout, &identity, PAGE_RAW);

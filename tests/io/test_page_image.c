@@ -131,6 +131,24 @@ static void the_same_content_gives_the_same_bytes(void **state)
     free(b);
 }
 
+static void a_digest_does_not_depend_on_the_pieces(void **state)
+{
+    (void)state;
+    enum { BYTES = 3 * 4096 + 40 };
+    static const uint64_t pieces[] = {1, 63, 64, 1000, 4096, BYTES};
+    unsigned char bytes[BYTES];
+    for (unsigned i = 0; i < BYTES; i++)
+        bytes[i] = (unsigned char)(i * i >> 3);
+    struct page_digest whole = page_image_digest(bytes, BYTES);
+    for (unsigned i = 0; i < sizeof pieces / sizeof *pieces; i++) {
+        struct page_digest_so_far so_far;
+        page_digest_begin(&so_far);
+        for (uint64_t at = 0; at < BYTES; at += pieces[i])
+            page_digest_add(&so_far, bytes + at, BYTES - at < pieces[i] ? BYTES - at : pieces[i]);
+        assert_true(page_digest_equal(page_digest_end(&so_far), whole));
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -139,6 +157,7 @@ int main(void)
         cmocka_unit_test(a_flipped_bit_anywhere_in_the_transfer_is_found),
         cmocka_unit_test(a_wrong_identity_is_named),
         cmocka_unit_test(the_same_content_gives_the_same_bytes),
+        cmocka_unit_test(a_digest_does_not_depend_on_the_pieces),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

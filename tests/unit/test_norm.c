@@ -71,6 +71,21 @@ static double layer_sum(uint64_t blocks, uint64_t page_blocks)
     return norm_layer(page_sums, pages);
 }
 
+static void a_page_has_the_same_norm_bits_in_pieces(void **state)
+{
+    (void)state;
+    isa_use(isa_now());
+    for (uint64_t piece = 1; piece < 9; piece++) {
+        struct norm_tree tree = {.leaves = 0};
+        for (uint64_t at = 0, n; at < 27; at += n) {
+            n = 27 - at < piece ? 27 - at : piece;
+            norm_push(&tree, layer + at * BLOCK, n * BLOCK);
+        }
+        assert_int_equal(bits_of(norm_tree_root(&tree)),
+                         bits_of(norm_page(layer, 27 * (uint64_t)BLOCK, 32 * (uint64_t)BLOCK)));
+    }
+}
+
 static void a_layer_has_the_same_norm_bits_for_every_page_size(void **state)
 {
     (void)state;
@@ -216,6 +231,7 @@ static void the_global_norm_is_the_root_of_the_layers_in_order(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_page_has_the_same_norm_bits_in_pieces),
         cmocka_unit_test(a_layer_has_the_same_norm_bits_for_every_page_size),
         cmocka_unit_test(all_implementations_give_the_same_bits),
         cmocka_unit_test(the_sum_is_the_sum_of_squares),
