@@ -175,9 +175,9 @@ int commit_record_verify(const struct commit_record *record, const uint8_t run[R
         return error_set(ERROR_FAILED, "commit record: table place: expected 0 or 1, found %u",
                          record->table_place);
     /* readers go by these without looking again */
-    if (record->facts.spike_count > COMMIT_SPIKE_WINDOW)
+    if (record->facts.spike_count > SPIKE_WINDOW_STEPS)
         return error_set(ERROR_FAILED, "commit record: spike window: expected at most %d, found %u",
-                         COMMIT_SPIKE_WINDOW, record->facts.spike_count);
+                         SPIKE_WINDOW_STEPS, record->facts.spike_count);
     if (memchr(record->facts.lineage, '\0', sizeof record->facts.lineage) == NULL)
         return error_set(ERROR_FAILED, "commit record: lineage: expected a text, found no end");
     return 0;
@@ -217,7 +217,7 @@ struct page_digest commit_state_hash(const struct commit_facts *facts,
         memcpy(page.digest, entry->digest, sizeof page.digest);
         hash_bytes(state, &page, sizeof page);
     }
-    CHECK(facts->spike_count <= COMMIT_SPIKE_WINDOW);
+    CHECK(facts->spike_count <= SPIKE_WINDOW_STEPS);
     const uint64_t spikes = facts->spike_count;
     hash_bytes(state, facts->data_position, sizeof facts->data_position);
     hash_bytes(state, &facts->optimizer_step, sizeof facts->optimizer_step);

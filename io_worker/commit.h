@@ -26,6 +26,7 @@
 #define IO_WORKER_COMMIT_H
 
 #include "ipc/page_image.h"
+#include "ipc/spike_window.h"
 
 #include <stdint.h>
 
@@ -34,7 +35,6 @@ struct store;
 enum {
     COMMIT_RECORD_BYTES = 4096,
     COMMIT_RECORD_RING = 8,
-    COMMIT_SPIKE_WINDOW = 32,
     COMMIT_LINEAGE_BYTES = 512,
     COMMIT_LAYOUT_VERSION = 1,
 };
@@ -73,8 +73,8 @@ struct commit_facts {
     double learning_rate;
     uint32_t skipped;     /* 1: the norm forbade the update */
     uint32_t spike_count; /* valid entries of the window, oldest first */
-    double spike_loss[COMMIT_SPIKE_WINDOW];
-    double spike_norm[COMMIT_SPIKE_WINDOW];
+    double spike_loss[SPIKE_WINDOW_STEPS];
+    double spike_norm[SPIKE_WINDOW_STEPS];
     struct page_digest config;          /* of the configuration keys that determine bits */
     char lineage[COMMIT_LINEAGE_BYTES]; /* what bit-identity depends on; NUL-terminated */
 };

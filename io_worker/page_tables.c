@@ -128,7 +128,7 @@ void page_tables_abandon(struct page_tables *t)
 static int state_is_good(const struct page_tables_state *s, uint64_t n_pages)
 {
     int good = s->magic == STATE_MAGIC && s->hash == state_check(s) && s->n_pages == n_pages &&
-               s->facts.spike_count <= COMMIT_SPIKE_WINDOW;
+               s->facts.spike_count <= SPIKE_WINDOW_STEPS;
     for (int role = 0; role < TABLE_ROLES; role++)
         good = good && s->place[role] < PAGE_TABLE_PLACES;
     return good;

@@ -555,17 +555,6 @@ static void begin_apply(struct io *io)
     }
 }
 
-static void push_window(struct commit_facts *f, double loss, double norm)
-{
-    if (f->spike_count == COMMIT_SPIKE_WINDOW) {
-        memmove(f->spike_loss, f->spike_loss + 1, sizeof f->spike_loss - sizeof *f->spike_loss);
-        memmove(f->spike_norm, f->spike_norm + 1, sizeof f->spike_norm - sizeof *f->spike_norm);
-        f->spike_count--;
-    }
-    f->spike_loss[f->spike_count] = loss;
-    f->spike_norm[f->spike_count++] = norm;
-}
-
 /* Every page of the step exists in its new version and is hashed. */
 static void announce_complete(struct io *io)
 {
@@ -583,7 +572,7 @@ static void announce_complete(struct io *io)
     f->learning_rate = io->orders.learning_rate;
     f->skipped = io->orders.skip;
     if (!io->orders.skip)
-        push_window(f, f->loss, f->norm);
+        spike_window_push(&f->spike_count, f->spike_loss, f->spike_norm, f->loss, f->norm);
     const struct worker_control *gpu = segment_region(&io->w->segment, REGION_GPU_CONTROL, 0);
     memset(f->lineage, 0, sizeof f->lineage);
     memcpy(f->lineage, gpu->lineage, strnlen(gpu->lineage, sizeof f->lineage - 1));

@@ -41,13 +41,13 @@
 #include <stdint.h>
 
 #include "ipc/plan.h"
+#include "ipc/spike_window.h"
 
 enum {
     CONTROL_PANIC_BYTES = 1024,
     CONTROL_ERROR_BYTES = 4096,
     CONTROL_LINEAGE_BYTES = 512,
     CONTROL_IO_TEXT_BYTES = 512,
-    CONTROL_SPIKE_WINDOW = 32, /* io_worker/commit.h keeps as many in the record */
 };
 
 /* What one step needs beyond its number. Written by the launcher before the counter moves. */
@@ -198,7 +198,7 @@ struct worker_control {
     uint64_t resume_step, resume_t,
         resume_data_position; /* of the newest complete step, at READY */
     uint32_t spike_count;     /* at READY: losses and norms of the last steps, oldest first */
-    double spike_loss[CONTROL_SPIKE_WINDOW], spike_norm[CONTROL_SPIKE_WINDOW];
+    double spike_loss[SPIKE_WINDOW_STEPS], spike_norm[SPIKE_WINDOW_STEPS];
     _Atomic uint64_t oldest_io_ns;         /* submission of the oldest request in flight, or 0 */
     char oldest_io[CONTROL_IO_TEXT_BYTES]; /* that request, once it is a second old */
     uint64_t store_bytes;

@@ -399,7 +399,8 @@ static int decide(struct launcher *l)
         return weighed;
     l->coordinator.t = o->t;
     if (!o->skip)
-        spike_push(&l->coordinator.window, o->loss, o->norm);
+        spike_window_push(&l->coordinator.window.count, l->coordinator.window.loss,
+                          l->coordinator.window.norm, o->loss, o->norm);
     fault_point(FAULT_launcher_before_apply);
     order(l, &orders->apply_step, step);
     return 0;

@@ -105,9 +105,10 @@ static int read_text(const char *path, char *out, size_t bytes)
     if (fd < 0)
         return -errno;
     ssize_t n = read(fd, out, bytes - 1);
+    int error = errno;
     (void)close(fd); /* read only */
     if (n < 0)
-        return -EIO;
+        return -error;
     out[n] = '\0';
     return (int)n;
 }
@@ -148,6 +149,8 @@ static int identify(struct run_dir *run)
     if (n >= 2 * RUN_ID_BYTES && parse_id(text, run->id) == 0)
         return 0;
     run->fresh = n == -ENOENT;
+    if (n < 0 && !run->fresh)
+        return error_set(ERROR_FAILED, "%s: cannot read: %s", path, strerror(-n));
     if (!run->fresh)
         return error_set(ERROR_USER, "%s: expected 32 hexadecimal digits", path);
     if (getrandom(run->id, sizeof run->id, 0) != (ssize_t)sizeof run->id)

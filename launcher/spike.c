@@ -1,24 +1,11 @@
 #include "launcher/spike.h"
 
-#include <string.h>
-
 #include "procs/check.h"
-
-void spike_push(struct spike_window *w, double loss, double norm)
-{
-    if (w->count == CONTROL_SPIKE_WINDOW) {
-        memmove(w->loss, w->loss + 1, sizeof w->loss - sizeof *w->loss);
-        memmove(w->norm, w->norm + 1, sizeof w->norm - sizeof *w->norm);
-        w->count--;
-    }
-    w->loss[w->count] = loss;
-    w->norm[w->count++] = norm;
-}
 
 double spike_median(const double *values, uint32_t n)
 {
-    double sorted[CONTROL_SPIKE_WINDOW] = {0};
-    CHECK(n > 0 && n <= CONTROL_SPIKE_WINDOW);
+    double sorted[SPIKE_WINDOW_STEPS] = {0};
+    CHECK(n > 0 && n <= SPIKE_WINDOW_STEPS);
     for (uint32_t i = 0; i < n; i++) { /* insertion: at most 32 */
         uint32_t at = i;
         for (; at > 0 && sorted[at - 1] > values[i]; at--)

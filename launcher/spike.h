@@ -1,28 +1,24 @@
 /*
  * Losses and gradient norms far above their running median. Pure.
  *
- * The window holds the last CONTROL_SPIKE_WINDOW applied steps; it is part of the commit record and
- * of the state hash, so that a resumed run judges as the undisturbed one does.
+ * The window holds the last applied steps (ipc/spike_window.h).
  */
 #ifndef LAUNCHER_SPIKE_H
 #define LAUNCHER_SPIKE_H
 
 #include <stdint.h>
 
-#include "ipc/control.h"
+#include "ipc/spike_window.h"
 
 enum { SPIKE_STEPS_MIN = 8 }; /* fewer steps have no median worth the name */
 
 struct spike_window {
     uint32_t count; /* valid entries, oldest first */
-    double loss[CONTROL_SPIKE_WINDOW], norm[CONTROL_SPIKE_WINDOW];
+    double loss[SPIKE_WINDOW_STEPS], norm[SPIKE_WINDOW_STEPS];
 };
 
-/* An applied step; the oldest gives way. */
-void spike_push(struct spike_window *window, double loss, double norm);
-
 /* The median: middle value, or the mean of the two in the middle. `n` at most
- * CONTROL_SPIKE_WINDOW, at least 1. */
+ * SPIKE_WINDOW_STEPS, at least 1. */
 double spike_median(const double *values, uint32_t n);
 
 /* 1: `loss` or `norm` is above `factor` times its median. */

@@ -611,6 +611,17 @@ class Undisturbed:
         equal(tree(os.path.join(run.dir, "export")), expected, "exports")
 
 
+    def hashes(self):
+        return {line["step"]: line["state_hash"] for line in self.learn().lines}
+
+    def check_state(self, run):
+        """The run has the same state after every step, and at its end."""
+        self.learn()
+        run.check_steps(len(self.lines))
+        equal(run.hashes(), self.hashes(), "state hashes")
+        equal(run.digest(), self.digest, "digest")
+
+
 def shm_names():
     return {name for name in os.listdir("/dev/shm") if "mtlaunch" in name}
 

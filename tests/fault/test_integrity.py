@@ -13,7 +13,6 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -34,25 +33,7 @@ def integrity_run(directory, name="run", **changes):
     return tiny_run(directory, name, **sections)
 
 
-class Undisturbed:
-    result = None
-
-    @classmethod
-    def get(cls):
-        if cls.result is None:
-            directory = tempfile.mkdtemp(prefix="mt-undisturbed-")
-            run = integrity_run(directory)
-            run.ok()
-            cls.result = run.hashes(), run.digest()
-            shutil.rmtree(directory)
-        return cls.result
-
-
-def check_undisturbed(run):
-    hashes, digest = Undisturbed.get()
-    run.check_steps(STEPS)
-    equal(run.hashes(), hashes, "state hashes")
-    equal(run.digest(), digest, "digest")
+undisturbed = Undisturbed(integrity_run)
 
 
 def ends_right(run, live, timeout=60):
@@ -62,7 +43,7 @@ def ends_right(run, live, timeout=60):
     if status == FAILED:
         check("start it again to resume" in live.output() or "resume" in live.output(), live.output())
         run.ok()
-    check_undisturbed(run)
+    undisturbed.check_state(run)
     tiers = [e["tier"] for e in run.events("restart")]
     return ("stopped, " if status == FAILED else "") + (" ".join(tiers) or "no restart")
 
@@ -115,7 +96,7 @@ def found_by_hash(t, ring, offset, bit, words, tier, page=0):
     check(words in output, "the obituary lacks %r:\n%s" % (words, output))
     equal(how, tier, "how it went on")
     run, output, _ = flip_frame(t, ring, offset, bit, HASHES_OFF, name="off", page=page)
-    check(run.hashes() != Undisturbed.get()[0], "without hashes the flipped bit changes nothing")
+    check(run.hashes() != undisturbed.hashes(), "without hashes the flipped bit changes nothing")
     equal(run.events("worker_exit"), [], "without hashes: deaths")
 
 
@@ -388,7 +369,7 @@ def a_read_that_is_wrong_once_is_read_again_and_costs_nothing(t):
     for name, version, arguments in (("apply", 3, ()), ("start", 4, ("--run.stop_after_step=4",)),
                                      ("export", STEPS, ())):
         run, tiers, text = lied_to(t, name, "read", 20, version, arguments=arguments)
-        check_undisturbed(run)
+        undisturbed.check_state(run)
         equal(tiers, [], "restarts")
         equal(run.events("worker_exit"), [], "deaths")
         check("damaged" not in text, text)
@@ -398,7 +379,7 @@ def a_read_that_is_wrong_once_is_read_again_and_costs_nothing(t):
 @test
 def a_read_that_is_wrong_twice_costs_a_restart_and_no_commit(t):
     run, tiers, text = lied_to(t, "run", "read", 20, 3, times=2)
-    check_undisturbed(run)
+    undisturbed.check_state(run)
     equal(tiers, ["T2"], "restarts")
     equal([e["step"] for e in run.events("resume")], [3], "resumed after step")
 
@@ -408,7 +389,7 @@ def a_write_that_is_lost_costs_one_commit(t):
     """Found by the next update's read, or, after the last step, by the export's."""
     for version in (3, STEPS):
         run, tiers, text = lied_to(t, "version-%d" % version, "write", 20, version)
-        check_undisturbed(run)
+        undisturbed.check_state(run)
         equal(tiers, ["T2"], "restarts")
         equal([e["step"] for e in run.events("resume")], [version - 1], "resumed after step")
         check("is damaged; resuming from the one before it" in text, text)

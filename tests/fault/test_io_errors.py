@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from harness import *
@@ -28,25 +27,7 @@ def settings(**changes):
     return sections
 
 
-class Undisturbed:
-    result = None
-
-    @classmethod
-    def get(cls):
-        if cls.result is None:
-            directory = tempfile.mkdtemp(prefix="mt-undisturbed-")
-            run = tiny_run(directory, **settings())
-            run.ok()
-            cls.result = run.hashes(), run.digest()
-            shutil.rmtree(directory)
-        return cls.result
-
-
-def check_undisturbed(run):
-    hashes, digest = Undisturbed.get()
-    run.check_steps(STEPS)
-    equal(run.hashes(), hashes, "state hashes")
-    equal(run.digest(), digest, "digest")
+undisturbed = Undisturbed(lambda directory: tiny_run(directory, **settings()))
 
 
 def said(text, *parts):
@@ -89,7 +70,7 @@ def drive_fails(t, rule, parts, statuses, engine="auto"):
         step = run.digest()[0]
         check(step >= 2, "the digest went back to step %d" % step)
         run.ok()
-        check_undisturbed(run)
+        undisturbed.check_state(run)
         t.note("%d requests caught, status %d after step %d" % (len(hits), result.status, step))
 
 
@@ -134,7 +115,22 @@ def a_sector_of_the_newest_commit_that_cannot_be_read_any_more_goes_one_commit_b
         result = run.ok()
         check(disk.hits(), "the place was never read")
         said(result.out + result.err, r"commit 2 is damaged", "resuming after step 1")
-        check_undisturbed(run)
+        undisturbed.check_state(run)
+
+
+@test
+def an_identity_of_the_run_that_cannot_be_read_is_no_fault_of_the_user(t):
+    """What the drive cannot read is not called malformed, and the run is not taken for a new one."""
+    with fuse_disk(os.path.join(t.dir, "disk")) as disk:
+        run = run_on(t, disk, whole=True)
+        run.ok("--run.stop_after_step=2", status=STOPPED)
+        disk.rules(error("read", "/run.id", count=-1))
+        result = run.ok(status=FAILED)
+        check(disk.hits(), "run.id was never read")
+        said(result.err, r"run\.id: cannot read: Input/output error")
+        disk.rules()
+        run.ok()
+        undisturbed.check_state(run)
 
 
 @test
@@ -151,7 +147,7 @@ def a_lost_write_costs_steps_and_never_bits(t):
             equal(len(disk.hits()), 1, "lost writes")
             said(result.out + result.err, *parts)
             check(run.events("worker_exit"), "nothing was noticed: %s" % result)
-            check_undisturbed(run)
+            undisturbed.check_state(run)
             shutil.rmtree(run.dir)
 
 
@@ -171,7 +167,7 @@ def short_transfers_are_continued(t):
             result = run.ok()
             check(len(disk.hits()) > 100, "only %d short transfers" % len(disk.hits()))
             equal(run.events("worker_exit"), [], "deaths: %s" % result)
-            check_undisturbed(run)
+            undisturbed.check_state(run)
             shutil.rmtree(run.dir)
 
 
@@ -188,7 +184,7 @@ def a_store_that_cannot_be_allocated_leaves_nothing(t):
             check(not os.path.exists(run.dir), "left: %s" % run.dir)
         disk.rules()
         run.ok()
-        check_undisturbed(run)
+        undisturbed.check_state(run)
 
 
 # -- the rest of the run directory --
@@ -206,7 +202,7 @@ def an_export_that_the_drive_refuses_is_given_up(t):
             equal([e["step"] for e in run.events("export_failed")], [2], "export_failed events")
             equal(sorted(os.listdir(os.path.join(run.dir, "export"))), ["step-4", "step-6"], "exports")
             equal(run.events("worker_exit"), [], "deaths")
-            check_undisturbed(run)
+            undisturbed.check_state(run)
 
 
 @test
@@ -221,7 +217,7 @@ def the_last_export_that_the_drive_refuses_is_a_failure(t):
         disk.rules()
         run.ok()
         check(os.path.exists(run.export_dir(STEPS)), "no export")
-        check_undisturbed(run)
+        undisturbed.check_state(run)
 
 
 @test
@@ -232,7 +228,7 @@ def step_lines_that_find_no_space_at_the_flush_wait_for_it(t):
         disk.rules(error("fsync", "metrics.jsonl", errno.ENOSPC, skip=2, count=3))
         result = run.ok()
         said(result.err, "training pauses before the commit of step 3", "there is room again")
-        check_undisturbed(run)
+        undisturbed.check_state(run)
 
 
 @test
@@ -247,7 +243,7 @@ def step_lines_that_cannot_be_written_end_the_run_resumable(t):
             disk.rules()
             check(run.digest()[0] >= 2, "the digest went back")
             run.ok()
-            check_undisturbed(run)
+            undisturbed.check_state(run)
 
 
 @test
@@ -258,7 +254,7 @@ def logs_that_cannot_be_written_cost_nothing_but_lines(t):
         result = run.ok()
         said(result.err, r"io_worker\.0\.log: Input/output error; log lines are left out")
         equal(run.events("worker_exit"), [], "deaths")
-        check_undisturbed(run)
+        undisturbed.check_state(run)
 
 
 # -- a kernel that refuses: strace --
@@ -288,7 +284,7 @@ def injected(t, name, inject, *overrides, file=None, statuses=(DONE,), timeout=9
     check(done.returncode in statuses, "%s: status %d: %s" % (inject, done.returncode, done.stdout[-3000:]))
     if done.returncode != DONE:
         run.ok()
-    check_undisturbed(run)
+    undisturbed.check_state(run)
     t.note("%s: %d injected, status %d" % (inject, n, done.returncode))
     return done.stdout
 

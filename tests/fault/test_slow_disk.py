@@ -6,10 +6,8 @@ reads or fills, before the last of it has landed.
 """
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -29,25 +27,7 @@ def settings(**changes):
     return sections
 
 
-class Undisturbed:
-    result = None
-
-    @classmethod
-    def get(cls):
-        if cls.result is None:
-            directory = tempfile.mkdtemp(prefix="mt-undisturbed-")
-            run = tiny_run(directory, **settings())
-            run.ok()
-            cls.result = run.hashes(), run.digest()
-            shutil.rmtree(directory)
-        return cls.result
-
-
-def check_undisturbed(run):
-    hashes, digest = Undisturbed.get()
-    run.check_steps(STEPS)
-    equal(run.hashes(), hashes, "state hashes")
-    equal(run.digest(), digest, "digest")
+undisturbed = Undisturbed(lambda directory: tiny_run(directory, **settings()))
 
 
 def run_on(t, disk, name="run", **changes):
@@ -121,7 +101,7 @@ def killed_with_late_io(t, op, engine):
                 check("waiting for the last I/O of a killed process" in live.output(),
                       "the fence is not told: %s" % live.output())
         check_fenced(t, disk.log())
-        check_undisturbed(run)
+        undisturbed.check_state(run)
 
 
 for _op in ("write", "read"):
@@ -144,7 +124,7 @@ def the_next_launcher_waits_for_the_last_io_of_a_killed_run(t):
         result = run.ok()
         check("waiting for the last I/O of a killed process" in result.err, "the fence is not told: %s" % result)
         check_fenced(t, disk.log())
-        check_undisturbed(run)
+        undisturbed.check_state(run)
 
 
 @test
@@ -158,7 +138,7 @@ def a_slow_disk_changes_no_bit(t):
         run.ok()
         check(len(disk.hits()) > 500, "only %d slow requests" % len(disk.hits()))
         equal(run.events("worker_exit"), [], "deaths")
-        check_undisturbed(run)
+        undisturbed.check_state(run)
 
 
 # -- requests that are never answered --
@@ -180,7 +160,7 @@ def never_answered(t, op, skip_requests):
             check(status in (DONE, FAILED), "status %s: %s" % (status, live.output()))
         if status != DONE:
             run.ok()
-        check_undisturbed(run)
+        undisturbed.check_state(run)
 
 
 for _op, _skip in (("write", 30), ("read", 120), ("fsync", 2)):
@@ -204,7 +184,7 @@ def a_worker_that_cannot_be_killed_ends_the_run_and_gets_no_successor(t):
             check("cannot be killed" in live.output() and str(pid) in live.output(), live.output())
         disk.release()
         run.ok()
-        check_undisturbed(run)
+        undisturbed.check_state(run)
 
 
 @test
@@ -220,7 +200,7 @@ def a_run_whose_disk_never_answers_can_be_interrupted(t):
             equal(live.wait(20), STOPPED, "status: %s" % live.output())
         disk.release()
         run.ok()
-        check_undisturbed(run)
+        undisturbed.check_state(run)
 
 
 enter_namespace()

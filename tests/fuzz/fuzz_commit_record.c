@@ -113,7 +113,7 @@ static void accepted(const struct commit_record *record, const struct page_entry
     REQUIRE(memcmp(record->run, run, sizeof run) == 0);
     REQUIRE(memcmp(record->store, store, sizeof store) == 0);
     const struct commit_facts *facts = &record->facts;
-    REQUIRE(facts->spike_count <= COMMIT_SPIKE_WINDOW);
+    REQUIRE(facts->spike_count <= SPIKE_WINDOW_STEPS);
     REQUIRE(strnlen(facts->lineage, sizeof facts->lineage) < sizeof facts->lineage);
     struct page_digest hash = commit_state_hash(facts, entries, n);
     struct page_digest once_more = commit_state_hash(facts, entries, n);

@@ -141,7 +141,7 @@ static void seal(uint8_t flags)
         uint8_t *at = memory + copy * PAGE_TABLE_STATE_BYTES;
         memcpy(&s, at, sizeof s);
         if (flags & FLAG_STATE_HASH && s.place[TABLE_COMPLETE] < PAGE_TABLE_PLACES &&
-            s.facts.spike_count <= COMMIT_SPIKE_WINDOW)
+            s.facts.spike_count <= SPIKE_WINDOW_STEPS)
             s.state_hash = commit_state_hash(&s.facts, table_in(s.place[TABLE_COMPLETE]), PAGES);
         s.hash = XXH3_64bits(&s, offsetof(struct page_tables_state, hash));
         memcpy(at, &s, sizeof s);

@@ -249,7 +249,7 @@ static inline void seal_table(struct image *image, unsigned i)
     struct stretch table = image_table(image, record.table_place);
     record.table_digest = page_image_digest(image_at(image, table), table.bytes);
     memcpy(entries, image_at(image, table) + 4096, image_pages(image) * sizeof entries[0]);
-    if (record.facts.spike_count <= COMMIT_SPIKE_WINDOW)
+    if (record.facts.spike_count <= SPIKE_WINDOW_STEPS)
         record.state_hash = commit_state_hash(&record.facts, entries, image_pages(image));
     memcpy(image_at(image, s), &record, sizeof record);
     seal_record(image, i);

@@ -13,15 +13,15 @@
 static void the_median_is_the_middle(void **state)
 {
     const double odd[] = {5, 1, 9}, even[] = {4, 1, 3, 100}, same[] = {2, 2, 2, 2, 2};
-    double many[CONTROL_SPIKE_WINDOW];
+    double many[SPIKE_WINDOW_STEPS];
     (void)state;
     assert_true(spike_median(odd, 3) == 5);
     assert_true(spike_median(even, 4) == 3.5);
     assert_true(spike_median(same, 5) == 2);
     assert_true(spike_median(odd, 1) == 5);
-    for (int i = 0; i < CONTROL_SPIKE_WINDOW; i++)
-        many[i] = (i * 7) % CONTROL_SPIKE_WINDOW; /* 0 .. 31, shuffled */
-    assert_true(spike_median(many, CONTROL_SPIKE_WINDOW) == 15.5);
+    for (int i = 0; i < SPIKE_WINDOW_STEPS; i++)
+        many[i] = (i * 7) % SPIKE_WINDOW_STEPS; /* 0 .. 31, shuffled */
+    assert_true(spike_median(many, SPIKE_WINDOW_STEPS) == 15.5);
 }
 
 static void a_full_window_forgets_the_oldest(void **state)
@@ -30,8 +30,8 @@ static void a_full_window_forgets_the_oldest(void **state)
     (void)state;
     memset(&w, 0, sizeof w);
     for (int i = 0; i < 40; i++)
-        spike_push(&w, i, -i);
-    assert_int_equal(w.count, CONTROL_SPIKE_WINDOW);
+        spike_window_push(&w.count, w.loss, w.norm, i, -i);
+    assert_int_equal(w.count, SPIKE_WINDOW_STEPS);
     assert_true(w.loss[0] == 8 && w.loss[31] == 39 && w.norm[31] == -39);
 }
 
@@ -41,9 +41,9 @@ static void a_spike_is_above_the_factor_of_either_median(void **state)
     (void)state;
     memset(&w, 0, sizeof w);
     for (int i = 0; i < SPIKE_STEPS_MIN - 1; i++)
-        spike_push(&w, 2.0, 1.0);
+        spike_window_push(&w.count, w.loss, w.norm, 2.0, 1.0);
     assert_int_equal(spike_found(&w, 1e9, 1e9, 10.0), 0); /* too few steps to say */
-    spike_push(&w, 2.0, 1.0);
+    spike_window_push(&w.count, w.loss, w.norm, 2.0, 1.0);
     assert_int_equal(spike_found(&w, 20.0, 10.0, 10.0), 0); /* exactly the factor is none */
     assert_int_equal(spike_found(&w, nextafter(20.0, 21.0), 1.0, 10.0), 1);
     assert_int_equal(spike_found(&w, 2.0, nextafter(10.0, 11.0), 10.0), 1);
