@@ -31,6 +31,7 @@
     X(no_fence, "the store's files are not locked")                                                \
     X(no_run_lock, "the run directory is not locked")                                              \
     X(no_descriptor_check, "a descriptor is believed without its check")                           \
+    X(no_generation_check, "a descriptor of an earlier generation is believed")                    \
     X(no_ring_reset, "ring cursors stay where the dead generation left them")                      \
     X(no_wait_for_transfers, "a restart begins while the survivor's transfers are in flight")      \
     X(no_wait_for_stop, "a restart does not wait until every survivor has stopped")                \

@@ -426,17 +426,19 @@ def commit_now():
 
 def summary(outcomes, seed, seconds, commit=""):
     """A line of the ledger. kills: by action, from outside too; late: moments after the end; tiers: restarts told in
-    metrics.jsonl; death_seen_ms: from a kill to the launcher's worker_exit; death_to_running_ms: to the next step."""
+    metrics.jsonl; death_seen_ms: from a kill to the launcher's worker_exit; death_to_running_ms: to the next step;
+    slowest: the case of its maximum."""
     count = collections.Counter
     good = [o.measured for o in outcomes if o.measured]
     running = [pair for m in good for pair in m["running_ms"]]
+    slowest = max(((ms, title(o.case)) for o in outcomes if o.measured for _, ms in o.measured["running_ms"]), default=(0, ""))
     return {"name": "chaos", "commit": commit, "cases": len(outcomes),
             "kinds": count(o.case.kind + ("+kill" if o.case.double else "") for o in outcomes),
             "kills": count(a for m in good for a in m["kills"]), "late": sum(m["late"] for m in good),
             "tiers": count(t for m in good for t in m["tiers"]), "failures": sum(1 for o in outcomes if o.why),
             "death_seen_ms": spread([v for m in good for v in m["seen_ms"]]),
             "death_to_running_ms": {tier: spread([ms for t, ms in running if t == tier])
-                                    for tier in sorted({t for t, _ in running})},
+                                    for tier in sorted({t for t, _ in running})}, "slowest": slowest[1],
             "seed": seed, "seconds": round(seconds)}
 
 

@@ -1126,5 +1126,8 @@ void sim_disk_heal(void)
 {
     for (int i = 0; i < INODES_MAX; i++)
         inodes[i].broken = 0;
+    for (int t = 0; t < TRANSFERS_MAX; t++) /* a dead process's may still be under way */
+        if (transfers[t].fault == DISK_EIO_EVER)
+            transfers[t].fault = DISK_EIO;
     disk.n_plans = 0;
 }

@@ -383,7 +383,8 @@ static unsigned flip(unsigned char *at, uint64_t bytes)
     return 1;
 }
 
-/* A descriptor that waits to be consumed. */
+/* A descriptor that waits to be consumed; or the cursor that says how many do, so that old ones
+ * seem to. */
 static unsigned scribble_ring(unsigned char *memory, const struct plan *plan)
 {
     for (int tries = 0; tries < 8; tries++) {
@@ -394,6 +395,12 @@ static unsigned scribble_ring(unsigned char *memory, const struct plan *plan)
         at = memory + plan->ring_consumers[r].offset + plan->ring_consumers[r].stride * i;
         const struct ring_consumer_area *c = (const void *)at;
         uint64_t waiting = p->head - c->tail;
+        if (sim_chance(3)) {
+            p->head ^= 1u << sim_below(4);
+            sim_trace("scribble: head of ring %s: %llu", topology_rings[r].name,
+                      (unsigned long long)p->head);
+            return 1;
+        }
         if (waiting == 0 || waiting > plan->ring_depth[r])
             continue;
         uint64_t chosen = (c->tail + sim_below(waiting)) & (plan->ring_depth[r] - 1);
