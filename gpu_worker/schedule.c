@@ -26,9 +26,7 @@ uint64_t gpu_request_sweep(struct gpu *g)
 
 static int give_back(struct ring *ring, const struct ring_descriptor *d)
 {
-    int rc = ring_publish(ring, d);
-    CHECK(rc != -EAGAIN); /* a RETURN ring is as deep as what can be lent */
-    return rc;
+    return ring_lend(ring, d); /* RETURN and GRADIENT are as deep as what can be lent */
 }
 
 /* Elements that are copied and hashed at a time: what is hashed is still in the cache. */

@@ -79,7 +79,8 @@ static int publish_microbatch(struct io *io, struct ring_descriptor *d, enum dat
         d->hash = page_image_digest(frame,
                                     microbatch_bytes(io->plan->micro_batch_size, io->plan->seq_len))
                       .low;
-    CHECK(ring_publish(&io->microbatch, d) == 0); /* as deep as its pool */
+    if (ring_lend(&io->microbatch, d) < 0)
+        return error_wrap("ring MICROBATCH");
     fault_point(FAULT_io_microbatch_published);
     return 1;
 }
@@ -340,15 +341,17 @@ static int read_ahead(struct io *io, uint32_t l)
     return done;
 }
 
-static void lend_image(struct io *io, struct lane *lane, struct frame_io *f)
+static int lend_image(struct io *io, struct lane *lane, struct frame_io *f)
 {
     struct ring_descriptor d = {.frame = f->frame,
                                 .out_frame = f->lent_out,
                                 .page = f->page,
                                 .version = io->tables.complete[f->page].version,
                                 .step = io->apply_step};
-    CHECK(ring_publish(&lane->state, &d) == 0); /* as deep as its pool */
+    if (ring_lend(&lane->state, &d) < 0)
+        return error_wrap("ring STATE");
     fault_point(FAULT_io_state_lent);
+    return 0;
 }
 
 /* Images that the opt_worker found damaged, read a second time. */
@@ -361,7 +364,8 @@ static int lend_again(struct io *io, struct lane *lane)
             i++;
             continue;
         }
-        lend_image(io, lane, f);
+        if (lend_image(io, lane, f) < 0)
+            return -(int)error_kind_now();
         lane->again[i] = lane->again[--lane->n_again];
         done++;
     }
@@ -372,12 +376,15 @@ static int lend_state(struct io *io, uint32_t l)
 {
     struct lane *lane = &io->lanes[l];
     int done = lend_again(io, lane);
+    if (done < 0)
+        return done;
     while (lane->lend_rank < lane->read_rank && lane->n_free_out) {
         struct frame_io *f = &lane->in[lane->in_of_rank[lane->lend_rank % lane->frames_max]];
         if (!f->ready)
             break;
         f->lent_out = lane->free_out[--lane->n_free_out];
-        lend_image(io, lane, f);
+        if (lend_image(io, lane, f) < 0)
+            return -(int)error_kind_now();
         lane->lend_rank++;
         done++;
     }
@@ -481,7 +488,9 @@ static int write_back(struct io *io, uint32_t l, const struct ring_descriptor *d
     if (slot == SLOT_NONE)
         return error_set(ERROR_FAILED, "page %llu: no slot is free for version %llu",
                          (unsigned long long)d->page, (unsigned long long)d->step);
-    CHECK(io->weights_lent[d->page] == 0); /* backward of this step has returned every frame */
+    if (io->weights_lent[d->page] != 0) /* backward of this step has returned every frame */
+        return error_set(ERROR_DAMAGED, "ring WEIGHTS_RETURN: page %llu has not come back",
+                         (unsigned long long)d->page);
     memcpy(segment_frame(&io->w->segment, REGION_WEIGHTS_POOL, 0, (uint32_t)d->page),
            page_image_part(image, &layout, PART_WEIGHTS), pager_weights_bytes(io, d->page));
     page_entry_from_image(&io->tables.forming[d->page], image, slot);
@@ -649,8 +658,9 @@ static int serve_lanes(struct io *io)
         done += rc;
         if (io->reads_may_begin)
             done += read_ahead(io, l);
-        if (applying)
-            done += lend_state(io, l);
+        if (applying && (rc = lend_state(io, l)) < 0)
+            return rc;
+        done += applying ? rc : 0;
     }
     return done;
 }

@@ -22,6 +22,13 @@ static int cursors_damaged(uint64_t head, uint64_t tail, uint64_t depth)
                      (unsigned long long)head, (unsigned long long)tail, (unsigned long long)depth);
 }
 
+int ring_full(const struct ring *ring)
+{
+    return cursors_damaged(atomic_load_explicit(&ring->producer->head, memory_order_relaxed),
+                           atomic_load_explicit(&ring->consumer->tail, memory_order_relaxed),
+                           ring->depth);
+}
+
 /* Nobody else writes the own cursor. */
 static int check_own(const struct ring *ring, const char *name, uint64_t found)
 {

@@ -32,6 +32,7 @@
 #define IPC_RING_H
 
 #include <stdatomic.h>
+#include <errno.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -86,6 +87,17 @@ uint64_t ring_producer_bytes(uint64_t depth);
 /* Publishes a copy of *d (generation and check are filled in). 0; -EAGAIN if the ring is full;
  * another negative value (error_set) if the ring is damaged. */
 int ring_publish(struct ring *ring, const struct ring_descriptor *d);
+
+/* The error of a ring that is full where it cannot be. */
+int ring_full(const struct ring *ring);
+
+/* Publishes on a ring that is as deep as what can be lent: if it is full, a cursor is damaged. 0,
+ * or negative: error_set. */
+static inline int ring_lend(struct ring *ring, const struct ring_descriptor *d)
+{
+    int rc = ring_publish(ring, d);
+    return rc == -EAGAIN ? ring_full(ring) : rc;
+}
 
 /* Takes the next descriptor: 1 taken, 0 none there, negative: error_set, the ring is damaged. */
 int ring_consume(struct ring *ring, struct ring_descriptor *d);

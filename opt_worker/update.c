@@ -89,9 +89,7 @@ static void update_close(struct update *u)
 static int give_back(struct ring *ring, uint32_t frame, uint64_t page, enum state_return_kind kind)
 {
     struct ring_descriptor d = {.frame = frame, .page = page, .kind = (uint32_t)kind};
-    int rc = ring_publish(ring, &d);
-    CHECK(rc != -EAGAIN);
-    return rc;
+    return ring_lend(ring, &d);
 }
 
 static uint64_t piece_at(uint64_t at, uint64_t elements)
@@ -369,9 +367,10 @@ static int finish_page(struct update *u, const struct ring_descriptor *d)
     if (rc == 0)
         rc = give_back(&u->state_return, d->frame, d->page, STATE_RETURN_USED);
     if (rc == 0)
-        rc = ring_publish(&u->writeback, &out);
+        rc = ring_lend(&u->writeback, &out);
     fault_point(FAULT_opt_written_back);
-    CHECK(rc != -EAGAIN); /* each ring is as deep as its pool */
+    if (rc < 0)
+        return error_wrap("giving back page %llu", (unsigned long long)d->page);
     u->gradient_frames[rank] = NO_FRAME;
     atomic_fetch_add_explicit(&u->w->self->pages_updated, 1, memory_order_relaxed);
     worker_bell(u->w, ROLE_IO, 0);

@@ -279,5 +279,6 @@ void sim_on_commit(const struct worker_control *io);
 void sim_on_resume(const struct worker_control *io, int alone);
 void sim_on_export(uint64_t step, uint64_t hash);
 void sim_on_session(void);
+void sim_on_damage(const struct sim_process *p); /* it leaves because shared memory is damaged */
 
 #endif

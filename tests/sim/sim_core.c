@@ -87,7 +87,10 @@ static void to_scheduler(struct sim_process *p)
 static void begin(void)
 {
     struct sim_process *p = sim_self();
-    sim_exit(p->entry(p) & 0xff);
+    int status = p->entry(p) & 0xff;
+    if (status == ERROR_DAMAGED)
+        sim_on_damage(p);
+    sim_exit(status);
 }
 
 static void resume(struct sim_process *p)

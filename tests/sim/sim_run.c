@@ -51,6 +51,7 @@ static struct {
     unsigned deaths;        /* injected since the newest commit, */
     unsigned deaths_before; /* and between it and the one before: the launcher may be behind */
     unsigned disturbances;  /* of any kind */
+    unsigned scribbles;     /* bits flipped in shared memory */
     int healed;             /* a stop was reached: the rest runs without faults */
     int second;             /* pid of a second launcher on the same run; 0 none */
     int using;              /* pid of the launcher that opened the newest session */
@@ -255,6 +256,7 @@ static void scribble(void)
             io = &sim.processes[sim.live[i]];
     run.deaths++;
     run.disturbances++;
+    run.scribbles++;
     if (sim_chance(4) || !io) {
         (void)sim_scribble_ring();
     } else {
@@ -335,6 +337,15 @@ static uint64_t disk_faults(void)
     for (int f = 0; f < DISK_CUT_BEFORE; f++)
         n += disk.done[f];
     return n;
+}
+
+/* A worker's death alone must not look like damage to those who live: that would cost a restart of
+ * all. */
+void sim_on_damage(const struct sim_process *p)
+{
+    if (disk_faults() == 0 && run.scribbles == 0 && !strstr(p->error, "was flushing step"))
+        sim_violation("%s.%u found damage that nobody did: %s", topology_role_name(p->role),
+                      p->index, p->error);
 }
 
 /* -- the end -- */
