@@ -274,13 +274,19 @@ static int end_children(struct session *s, int grace_ms)
     char name[MESSAGE_PEER_BYTES];
     const struct child *stuck = NULL;
     uint64_t start = clock_now_ns();
-    for (uint32_t i = 0; i < s->n_children; i++)
-        if (!child_wait(&s->children[i], left_of(start, grace_ms)))
-            child_signal(&s->children[i], SIGKILL);
     for (uint32_t i = 0; i < s->n_children; i++) {
-        uint64_t killed = s->children[i].kill_ns ? s->children[i].kill_ns : start;
-        if (!child_wait(&s->children[i], left_of(killed, (int)(watchdog_reap_s() * 1e3))))
-            stuck = &s->children[i];
+        struct child *child = &s->children[i];
+        if (child_wait(child, left_of(start, grace_ms)))
+            continue;
+        child_signal(child, SIGKILL);
+        if (!child->kill_ns)
+            child->kill_ns = clock_now_ns(); /* not `start`: the launcher may have been suspended */
+    }
+    for (uint32_t i = 0; i < s->n_children; i++) {
+        struct child *child = &s->children[i];
+        if (child->kill_ns &&
+            !child_wait(child, left_of(child->kill_ns, (int)(watchdog_reap_s() * 1e3))))
+            stuck = child;
     }
     if (!stuck)
         return 0;
