@@ -19,13 +19,16 @@ static int take_export_order(struct io *io)
         return 0;
     if (step > io->newest.facts.step)
         return 0; /* not committed yet */
-    /* ordered from a predecessor that died after the next commit: that step is still the anchor */
-    if (step < io->newest.facts.step && step != io->tables.state.step[TABLE_ANCHOR])
-        return error_set(ERROR_DAMAGED,
-                         "export of step %llu: the store is at step %llu, read back "
-                         "from step %llu on",
-                         (unsigned long long)step, (unsigned long long)io->newest.facts.step,
-                         (unsigned long long)io->tables.state.step[TABLE_ANCHOR]);
+    /* Ordered from a predecessor that died after the next commit: that step is the anchor still,
+     * or, when the next commit was not announced any more, nowhere. */
+    if (step < io->newest.facts.step && step != io->tables.state.step[TABLE_ANCHOR]) {
+        (void)error_set(ERROR_FAILED,
+                        "there is no export of step %llu, which was due: the run has gone on to "
+                        "step %llu",
+                        (unsigned long long)step, (unsigned long long)io->newest.facts.step);
+        io->exporter.step = step;
+        return exporter_give_up(io);
+    }
     (void)snprintf(out, sizeof out, "%s/step-%llu",
                    plan_text_get(io->plan, io->plan->checkpoint.export_dir),
                    (unsigned long long)step);
