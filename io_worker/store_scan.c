@@ -154,6 +154,10 @@ static int scan_run(struct scan *scan)
 
 /* -- hashing -- */
 
+/* Readings, until what is not what was written counts as damage: a commit is at stake, and one may
+ * be spoilt on the way and the next one refused. */
+enum { RECOVERY_READS = 3 };
+
 static XXH3_state_t *hash_open(void)
 {
     XXH3_state_t *state = XXH3_createState();
@@ -360,8 +364,18 @@ static void tell_page_damage(const struct page_scan *pages, struct store_damage_
                       store_slot_offset(pages->store, entry->page, entry->slot) + pages->bad_at);
 }
 
-/* All pages of the table. A page that fails is read once more before it counts as damaged. Returns
- * 0 (see sink->count for damage) or ERROR_STOPPED. */
+/* A page that failed once: 0 it was not the page, ERROR_FAILED it is damaged, ERROR_STOPPED. */
+static int check_page_again(struct page_scan *pages, uint64_t page)
+{
+    int rc = -ERROR_FAILED;
+    for (int reads = 1; reads < RECOVERY_READS && rc == -ERROR_FAILED; reads++) {
+        struct scan again = {0};
+        rc = check_pages(pages, &again, page, page + 1);
+    }
+    return rc;
+}
+
+/* All pages of the table. Returns 0 (see sink->count for damage) or ERROR_STOPPED. */
 int store_pages_verify(struct store *store, const struct page_entry *table,
                        const struct page_entry *known, struct store_damage_sink *sink)
 {
@@ -376,9 +390,11 @@ int store_pages_verify(struct store *store, const struct page_entry *table,
         if (rc == 0 || rc == -ERROR_STOPPED)
             break;
         const uint64_t page = pages.bad_page;
-        struct scan again = {0};
-        rc = 0;
-        if (check_pages(&pages, &again, page, page + 1) < 0) {
+        rc = check_page_again(&pages, page);
+        if (rc == -ERROR_STOPPED)
+            break;
+        if (rc < 0) {
+            rc = 0;
             pages.bad_page = page;
             tell_page_damage(&pages, sink);
             if (sink->on_damage == NULL)
@@ -518,7 +534,7 @@ static void tell_damaged_records(const struct store *store, const struct store_r
 }
 
 /* Reads the whole ring into memory that the caller frees. A read that fails, or shows a damaged
- * record, is done once more before it counts: a bit flipped on the way must not cost a commit.
+ * record, is done again before it counts: a bit flipped on the way must not cost a commit.
  * Damaged records go to `sink`. */
 int store_ring_load(struct store *store, struct store_ring **ring, struct store_damage_sink *sink)
 {
@@ -530,7 +546,7 @@ int store_ring_load(struct store *store, struct store_ring **ring, struct store_
         return error_set(ERROR_FAILED, "store: out of memory");
     }
     int damaged = read_ring(store, *ring, read);
-    if (damaged != 0)
+    for (int reads = 1; reads < RECOVERY_READS && damaged != 0; reads++)
         damaged = read_ring(store, *ring, read);
     free(read);
     if (damaged < 0) {
@@ -576,14 +592,14 @@ static int no_record(const struct store *store)
 
 enum page_checks { CHECK_TABLE_ONLY, CHECK_TABLE_AND_SLOTS };
 
-/* Does `record` stand? Fills `table`. 0 yes; else error_text() says where not. What fails once is
- * read again before it counts (verify_pages() does so for slots). */
+/* Does `record` stand? Fills `table`. 0 yes; else error_text() says where not. */
 static int record_stands(struct store *store, const struct commit_record *record,
                          struct page_entry *table, enum page_checks checks)
 {
     int rc = store_table_load(store, record, table);
-    if (rc == -ERROR_FAILED && !mutant(MUTANT_no_second_read))
-        rc = store_table_load(store, record, table);
+    for (int reads = 1; reads < RECOVERY_READS && rc == -ERROR_FAILED; reads++)
+        if (!mutant(MUTANT_no_second_read))
+            rc = store_table_load(store, record, table);
     if (rc == -ERROR_STOPPED)
         return rc;
     if (rc < 0)
