@@ -77,7 +77,8 @@ static void carve(struct layers *layers, struct arena *arena)
     layers->row_loss = arena_take(arena, n * sizeof(double));
     if (!layers->shape.forward_only) {
         struct layers_batch none = {0};
-        layers->norm_scratch = take_floats(arena, device_rmsnorm_scratch(n, config->hidden_size));
+        layers->norm_scratch =
+            take_floats(arena, device_norm_scratch(DEVICE_RMSNORM, n, config->hidden_size));
         layers->attention_scratch =
             arena_take(arena, layers->device->ops->attention_scratch_bytes(
                                   layers->device, layers_attention(layers, &none)));

@@ -64,6 +64,21 @@ static void rope(const struct block *b, const int32_t *position, enum device_dir
     b->ops->rope(b->device, k, args, direction);
 }
 
+/* x (rows,C) -> normed */
+static void norm_forward(const struct block *b, enum model_role role, const compute_t *x,
+                         float *rstd)
+{
+    b->ops->norm_forward(b->device,
+                         &(struct device_norm_forward){.norm = DEVICE_RMSNORM,
+                                                       .epsilon = (float)b->config->rms_norm_eps,
+                                                       .rows = b->rows,
+                                                       .width = b->config->hidden_size,
+                                                       .y = b->layers->normed,
+                                                       .rstd = rstd,
+                                                       .x = x,
+                                                       .w = weight(b, role)});
+}
+
 /* x (rows,C) -> slot's q, k, v */
 static void project(const struct block *b, const compute_t *x, const int32_t *position)
 {
@@ -72,8 +87,7 @@ static void project(const struct block *b, const compute_t *x, const int32_t *po
     uint64_t hidden = b->config->hidden_size;
     struct device_linear query = linear(b, hidden, ls->query_size);
     struct device_linear key = linear(b, hidden, ls->key_size);
-    b->ops->rmsnorm_forward(b->device, ls->normed, slot->rstd_input, x, weight(b, MODEL_INPUT_NORM),
-                            b->rows, hidden, (float)b->config->rms_norm_eps);
+    norm_forward(b, MODEL_INPUT_NORM, x, slot->rstd_input);
     b->ops->linear_forward(b->device, slot->q, ls->normed, weight(b, MODEL_Q), NULL, query);
     b->ops->linear_forward(b->device, slot->k, ls->normed, weight(b, MODEL_K), NULL, key);
     b->ops->linear_forward(b->device, slot->v, ls->normed, weight(b, MODEL_V), NULL, key);
@@ -89,9 +103,7 @@ static void widen(const struct block *b, const compute_t *x)
     struct device_linear wide = linear(b, hidden, b->config->intermediate_size);
     b->ops->linear_forward(b->device, slot->middle, slot->attended, weight(b, MODEL_O), x,
                            linear(b, ls->query_size, hidden));
-    b->ops->rmsnorm_forward(b->device, ls->normed, slot->rstd_post, slot->middle,
-                            weight(b, MODEL_POST_NORM), b->rows, hidden,
-                            (float)b->config->rms_norm_eps);
+    norm_forward(b, MODEL_POST_NORM, slot->middle, slot->rstd_post);
     b->ops->linear_forward(b->device, slot->gate, ls->normed, weight(b, MODEL_GATE), NULL, wide);
     b->ops->linear_forward(b->device, slot->up, ls->normed, weight(b, MODEL_UP), NULL, wide);
 }
@@ -101,8 +113,12 @@ static void narrow(const struct block *b, compute_t *y)
 {
     const struct layers_slot *slot = b->slot;
     uint64_t inner = b->config->intermediate_size;
-    b->ops->silu_multiply_forward(b->device, b->layers->wide, slot->gate, slot->up,
-                                  b->rows * inner);
+    b->ops->activation_forward(b->device,
+                               &(struct device_activation_forward){.activation = DEVICE_SILU,
+                                                                   .elements = b->rows * inner,
+                                                                   .y = b->layers->wide,
+                                                                   .gate = slot->gate,
+                                                                   .up = slot->up});
     b->ops->linear_forward(b->device, y, b->layers->wide, weight(b, MODEL_DOWN), slot->middle,
                            linear(b, inner, b->config->hidden_size));
 }
@@ -131,18 +147,19 @@ static void norm_backward(const struct block *b, enum model_role role, const com
                           const float *rstd, compute_t *dx)
 {
     const struct layers *ls = b->layers;
-    b->ops->rmsnorm_backward(b->device,
-                             &(struct device_rmsnorm_backward){.dx = dx,
-                                                               .dw = gradient(b, role),
-                                                               .y_again = ls->normed,
-                                                               .dy = ls->normed,
-                                                               .x = x,
-                                                               .w = weight(b, role),
-                                                               .rstd = rstd,
-                                                               .residual = dx,
-                                                               .scratch = ls->norm_scratch,
-                                                               .rows = b->rows,
-                                                               .width = b->config->hidden_size});
+    b->ops->norm_backward(b->device,
+                          &(struct device_norm_backward){.norm = DEVICE_RMSNORM,
+                                                         .dx = dx,
+                                                         .dw = gradient(b, role),
+                                                         .y_again = ls->normed,
+                                                         .dy = ls->normed,
+                                                         .x = x,
+                                                         .w = weight(b, role),
+                                                         .rstd = rstd,
+                                                         .residual = dx,
+                                                         .scratch = ls->norm_scratch,
+                                                         .rows = b->rows,
+                                                         .width = b->config->hidden_size});
 }
 
 /* dx: of y -> of the middle. Leaves the derivatives of gate and up in their places in the slot. */
@@ -154,23 +171,25 @@ static void mlp_backward(const struct block *b, compute_t *dx)
     struct device_linear wide = linear(b, hidden, inner);
     b->ops->linear_backward_input(b->device, ls->wide, DEVICE_SET, dx, weight(b, MODEL_DOWN),
                                   linear(b, inner, hidden));
-    b->ops->silu_multiply_backward(b->device,
-                                   &(struct device_silu_backward){.dgate = slot->gate,
-                                                                  .dup = slot->up,
-                                                                  .y = ls->wide,
-                                                                  .dy = ls->wide,
-                                                                  .gate = slot->gate,
-                                                                  .up = slot->up},
-                                   b->rows * inner);
-    struct device_weight_gradient down = {gradient(b, MODEL_DOWN), dx, hidden};
+    b->ops->activation_backward(b->device,
+                                &(struct device_activation_backward){.activation = DEVICE_SILU,
+                                                                     .elements = b->rows * inner,
+                                                                     .dgate = slot->gate,
+                                                                     .dup = slot->up,
+                                                                     .y = ls->wide,
+                                                                     .dy = ls->wide,
+                                                                     .gate = slot->gate,
+                                                                     .up = slot->up});
+    struct device_weight_gradient down = {.dw = gradient(b, MODEL_DOWN), .dy = dx, .out = hidden};
     b->ops->linear_backward_weight(b->device, &down, 1, ls->wide, b->rows, inner);
     b->ops->linear_backward_input(b->device, ls->normed, DEVICE_SET, slot->gate,
                                   weight(b, MODEL_GATE), wide);
     b->ops->linear_backward_input(b->device, ls->normed, DEVICE_ADD, slot->up, weight(b, MODEL_UP),
                                   wide);
     norm_backward(b, MODEL_POST_NORM, slot->middle, slot->rstd_post, dx);
-    struct device_weight_gradient both[] = {{gradient(b, MODEL_GATE), slot->gate, inner},
-                                            {gradient(b, MODEL_UP), slot->up, inner}};
+    struct device_weight_gradient both[] = {
+        {.dw = gradient(b, MODEL_GATE), .dy = slot->gate, .out = inner},
+        {.dw = gradient(b, MODEL_UP), .dy = slot->up, .out = inner}};
     b->ops->linear_backward_weight(b->device, both, 2, ls->normed, b->rows, hidden);
 }
 
@@ -187,7 +206,7 @@ static void attention_backward(const struct block *b, const struct layers_batch 
     compute_t *dv = device_at(b->device, dk, b->rows * ls->key_size);
     b->ops->linear_backward_input(b->device, dout, DEVICE_SET, dx, weight(b, MODEL_O),
                                   linear(b, ls->query_size, hidden));
-    struct device_weight_gradient out = {gradient(b, MODEL_O), dx, hidden};
+    struct device_weight_gradient out = {.dw = gradient(b, MODEL_O), .dy = dx, .out = hidden};
     b->ops->linear_backward_weight(b->device, &out, 1, slot->attended, b->rows, ls->query_size);
     b->ops->attention_backward(
         b->device,
@@ -209,9 +228,10 @@ static void attention_backward(const struct block *b, const struct layers_batch 
     b->ops->linear_backward_input(b->device, ls->normed, DEVICE_ADD, dk, weight(b, MODEL_K), key);
     b->ops->linear_backward_input(b->device, ls->normed, DEVICE_ADD, dv, weight(b, MODEL_V), key);
     norm_backward(b, MODEL_INPUT_NORM, x, slot->rstd_input, dx);
-    struct device_weight_gradient three[] = {{gradient(b, MODEL_Q), dq, ls->query_size},
-                                             {gradient(b, MODEL_K), dk, ls->key_size},
-                                             {gradient(b, MODEL_V), dv, ls->key_size}};
+    struct device_weight_gradient three[] = {
+        {.dw = gradient(b, MODEL_Q), .dy = dq, .out = ls->query_size},
+        {.dw = gradient(b, MODEL_K), .dy = dk, .out = ls->key_size},
+        {.dw = gradient(b, MODEL_V), .dy = dv, .out = ls->key_size}};
     b->ops->linear_backward_weight(b->device, three, 3, ls->normed, b->rows, hidden);
 }
 

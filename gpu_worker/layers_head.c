@@ -9,16 +9,21 @@ void layers_embedding_forward(struct layers *layers, const compute_t *weights,
                               const struct layers_batch *batch, compute_t *x_out)
 {
     layers->device->ops->embedding_forward(
-        layers->device, x_out, layers_weight(layers, weights, 0, MODEL_EMBED), batch->tokens,
-        layers->rows, layers->layout->config.hidden_size);
+        layers->device, x_out, layers_weight(layers, weights, 0, MODEL_EMBED), NULL,
+        &(struct device_embedding){.rows = layers->rows,
+                                   .width = layers->layout->config.hidden_size,
+                                   .tokens = batch->tokens});
 }
 
 void layers_embedding_backward(struct layers *layers, float *gradients,
                                const struct layers_batch *batch, const compute_t *dx)
 {
     layers->device->ops->embedding_backward(
-        layers->device, layers_gradient(layers, gradients, 0, MODEL_EMBED), dx, batch->tokens,
-        layers->layout->config.pad_token_id, layers->rows, layers->layout->config.hidden_size);
+        layers->device, layers_gradient(layers, gradients, 0, MODEL_EMBED), NULL, dx,
+        &(struct device_embedding){.rows = layers->rows,
+                                   .width = layers->layout->config.hidden_size,
+                                   .tokens = batch->tokens,
+                                   .skipped_token = layers->layout->config.pad_token_id});
 }
 
 void layers_embedding_decode(struct layers *layers, const compute_t *weights,
@@ -26,8 +31,10 @@ void layers_embedding_decode(struct layers *layers, const compute_t *weights,
 {
     CHECK(rows->rows <= layers->rows);
     layers->device->ops->embedding_forward(
-        layers->device, x, layers_weight(layers, weights, 0, MODEL_EMBED), rows->tokens, rows->rows,
-        layers->layout->config.hidden_size);
+        layers->device, x, layers_weight(layers, weights, 0, MODEL_EMBED), NULL,
+        &(struct device_embedding){.rows = rows->rows,
+                                   .width = layers->layout->config.hidden_size,
+                                   .tokens = rows->tokens});
 }
 
 /* Some rows of a microbatch on their way through the head. */
@@ -59,9 +66,16 @@ static struct chunk chunk_logits(struct layers *layers, const struct layers_head
                       .rows = left < layers->head_rows ? left : layers->head_rows,
                       .x = device_at(device, x, start * hidden),
                       .normed = layers->normed};
-    device->ops->rmsnorm_forward(device, c.normed,
-                                 layers->slots[layers->shape.saved_slots].rstd_post, c.x,
-                                 head->norm, c.rows, hidden, (float)config->rms_norm_eps);
+    device->ops->norm_forward(
+        device,
+        &(struct device_norm_forward){.norm = DEVICE_RMSNORM,
+                                      .epsilon = (float)config->rms_norm_eps,
+                                      .rows = c.rows,
+                                      .width = hidden,
+                                      .y = c.normed,
+                                      .rstd = layers->slots[layers->shape.saved_slots].rstd_post,
+                                      .x = c.x,
+                                      .w = head->norm});
     device->ops->head_forward(device, logits, c.normed, head->matrix, chunk_linear(&c));
     return c;
 }
@@ -88,17 +102,18 @@ static void chunk_backward(const struct chunk *c, compute_t *dx)
                                      chunk_linear(c));
     device->ops->head_backward_weight(device, head->matrix_gradient, layers->logits, c->normed,
                                       chunk_linear(c));
-    device->ops->rmsnorm_backward(device,
-                                  &(struct device_rmsnorm_backward){
-                                      .dx = device_at(device, dx, c->start * hidden),
-                                      .dw = head->norm_gradient,
-                                      .dy = dnormed,
-                                      .x = c->x,
-                                      .w = head->norm,
-                                      .rstd = layers->slots[layers->shape.saved_slots].rstd_post,
-                                      .scratch = layers->norm_scratch,
-                                      .rows = c->rows,
-                                      .width = hidden});
+    device->ops->norm_backward(
+        device,
+        &(struct device_norm_backward){.norm = DEVICE_RMSNORM,
+                                       .dx = device_at(device, dx, c->start * hidden),
+                                       .dw = head->norm_gradient,
+                                       .dy = dnormed,
+                                       .x = c->x,
+                                       .w = head->norm,
+                                       .rstd = layers->slots[layers->shape.saved_slots].rstd_post,
+                                       .scratch = layers->norm_scratch,
+                                       .rows = c->rows,
+                                       .width = hidden});
 }
 
 /* In token order, so that the sum is the same wherever the losses were computed. */

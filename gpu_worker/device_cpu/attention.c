@@ -195,6 +195,6 @@ void cpu_attention_forward(struct device *device, compute_t *out, float *lse, co
                         .shape = shape,
                         .query_tiles = (shape.seq_len + ATTENTION_QUERIES - 1) / ATTENTION_QUERIES,
                         .scratch = cpu->scratch,
-                        .rounding = device->dtype == DEVICE_BF16 ? ROUND_BF16 : ROUND_NONE};
+                        .rounding = rounding_of(device)};
     threads_run(cpu->threads, f.query_tiles * shape.batch * shape.query_heads, forward_item, &f);
 }

@@ -266,7 +266,7 @@ void cpu_attention_backward(struct device *device, const struct device_attention
                          .dots = args->scratch,
                          .shape = shape,
                          .scratch = cpu->scratch,
-                         .rounding = device->dtype == DEVICE_BF16 ? ROUND_BF16 : ROUND_NONE};
+                         .rounding = rounding_of(device)};
     b.head_dk = b.dk;
     b.head_dv = b.dv;
     if (shape.query_heads != shape.key_heads) {

@@ -77,7 +77,7 @@ static void decode_item(void *context, uint64_t item, uint32_t thread)
 void cpu_attention_decode(struct device *device, const struct device_decode_arrays *arrays,
                           struct device_decode shape)
 {
-    struct decode d = {arrays, shape, device->dtype == DEVICE_BF16 ? ROUND_BF16 : ROUND_NONE};
+    struct decode d = {arrays, shape, rounding_of(device)};
     for (uint64_t row = 0; row < shape.rows; row++)
         remember(&d, row);
     threads_run(cpu_of(device)->threads, shape.rows * shape.query_heads, decode_item, &d);

@@ -43,19 +43,22 @@ void cpu_load(struct device *, compute_t *, const void *, enum device_host_dtype
 void cpu_store(struct device *, void *, enum device_host_dtype, const compute_t *, uint64_t);
 void cpu_add(struct device *, float *, const float *, uint64_t);
 void cpu_zero(struct device *, void *, uint64_t bytes);
-void cpu_embedding_forward(struct device *, compute_t *, const compute_t *, const int32_t *,
-                           uint64_t rows, uint64_t width);
-void cpu_embedding_backward(struct device *, float *, const compute_t *, const int32_t *,
-                            int64_t skipped_token, uint64_t rows, uint64_t width);
-void cpu_silu_multiply_forward(struct device *, compute_t *, const compute_t *, const compute_t *,
-                               uint64_t);
-void cpu_silu_multiply_backward(struct device *, const struct device_silu_backward *, uint64_t);
+void cpu_accumulate(struct device *, compute_t *, const compute_t *, uint64_t);
+void cpu_embedding_forward(struct device *, compute_t *, const compute_t *, const compute_t *,
+                           const struct device_embedding *);
+void cpu_embedding_backward(struct device *, float *, float *, const compute_t *,
+                            const struct device_embedding *);
 void cpu_rope(struct device *, compute_t *, struct device_rope, enum device_direction);
 
 /* norm.c */
-void cpu_rmsnorm_forward(struct device *, compute_t *, float *, const compute_t *,
-                         const compute_t *, uint64_t rows, uint64_t width, float epsilon);
-void cpu_rmsnorm_backward(struct device *, const struct device_rmsnorm_backward *);
+void cpu_norm_forward(struct device *, const struct device_norm_forward *);
+void cpu_norm_backward(struct device *, const struct device_norm_backward *);
+void cpu_linear_backward_bias(struct device *, float *, const compute_t *, uint64_t rows,
+                              uint64_t out);
+
+/* activation.c */
+void cpu_activation_forward(struct device *, const struct device_activation_forward *);
+void cpu_activation_backward(struct device *, const struct device_activation_backward *);
 
 /* linear.c */
 void cpu_linear_forward(struct device *, compute_t *, const compute_t *, const compute_t *,
@@ -80,7 +83,20 @@ void cpu_attention_backward(struct device *, const struct device_attention_backw
 void cpu_attention_decode(struct device *, const struct device_decode_arrays *,
                           struct device_decode);
 
+/* experts.c */
+void cpu_router_forward(struct device *, const struct device_router_forward *,
+                        struct device_router);
+void cpu_router_backward(struct device *, const struct device_router_backward *,
+                         struct device_router);
+void cpu_expert_gather(struct device *, compute_t *, const compute_t *, const int32_t *slots,
+                       uint64_t n, struct device_router);
+void cpu_expert_scatter(struct device *, compute_t *, const compute_t *, const float *weights,
+                        const int32_t *slots, uint64_t n, struct device_router);
+void cpu_expert_scatter_backward(struct device *, const struct device_expert_scatter_backward *,
+                                 struct device_router);
+
 /* cross_entropy.c */
+void cpu_softcap(struct device *, float *, float cap, uint64_t);
 void cpu_cross_entropy(struct device *, double *, float *, const int32_t *,
                        struct device_cross_entropy, enum device_loss);
 

@@ -1,9 +1,10 @@
-/* Operations that go over elements or rows independently: transfers, embedding, rope, SiLU. */
+/* Operations that go over elements or rows independently: transfers, embedding, rope. */
 #pragma GCC target("avx2,fma")
 #include <string.h>
 
 #include "gpu_worker/device_cpu/cpu.h"
 #include "gpu_worker/device_cpu/simd.h"
+#include "procs/check.h"
 
 enum {
     ELEMENTS_PER_ITEM = 16384,
@@ -21,11 +22,6 @@ static uint64_t items_of(uint64_t length, uint64_t per_item)
     return (length + per_item - 1) / per_item;
 }
 
-static enum rounding rounding_of(const struct device *device)
-{
-    return device->dtype == DEVICE_BF16 ? ROUND_BF16 : ROUND_NONE;
-}
-
 /* One loop over elements: what every function below needs of its arrays. */
 struct elements {
     uint64_t count;
@@ -33,9 +29,6 @@ struct elements {
     enum device_host_dtype host;
     void *to;
     const void *from;
-    const struct device_silu_backward *silu_backward;
-    float *y;
-    const float *gate, *up;
 };
 
 static void run_elements(struct device *device, struct elements *elements, threads_work work)
@@ -141,115 +134,125 @@ void cpu_add(struct device *device, float *to, const float *from, uint64_t eleme
     run_elements(device, &e, add_item);
 }
 
-/* ---- SiLU: round(silu(gate)) * up ---- */
-
-static void silu_forward_item(void *context, uint64_t item, uint32_t thread)
+static void accumulate_item(void *context, uint64_t item, uint32_t thread)
 {
     (void)thread;
     const struct elements *e = context;
     uint64_t start = item * ELEMENTS_PER_ITEM, end = least(start + ELEMENTS_PER_ITEM, e->count);
+    float *to = e->to;
+    const float *from = e->from;
     for (uint64_t i = start; i < end; i += LANES) {
-        v8 gate = v8_load(e->gate + i, end - i), up = v8_load(e->up + i, end - i);
-        v8 silu = v8_round(_mm256_mul_ps(gate, v8_sigmoid(gate)), e->rounding);
-        v8_store(e->y + i, end - i, v8_round(_mm256_mul_ps(silu, up), e->rounding));
+        v8 sum = _mm256_add_ps(v8_load(to + i, end - i), v8_load(from + i, end - i));
+        v8_store(to + i, end - i, v8_round(sum, e->rounding));
     }
 }
 
-void cpu_silu_multiply_forward(struct device *device, compute_t *y, const compute_t *gate,
-                               const compute_t *up, uint64_t elements)
+void cpu_accumulate(struct device *device, compute_t *to, const compute_t *from, uint64_t elements)
 {
-    struct elements e = {.count = elements,
-                         .y = cpu_floats(y),
-                         .gate = cpu_const_floats(gate),
-                         .up = cpu_const_floats(up)};
-    run_elements(device, &e, silu_forward_item);
-}
-
-/* silu'(g) = s (1 + g (1 - s)), s = sigmoid(g) */
-static void silu_backward_item(void *context, uint64_t item, uint32_t thread)
-{
-    (void)thread;
-    const struct elements *e = context;
-    const struct device_silu_backward *args = e->silu_backward;
-    const float *dy = cpu_const_floats(args->dy);
-    float *dgate = cpu_floats(args->dgate), *dup = cpu_floats(args->dup), *y = cpu_floats(args->y);
-    const v8 one = v8_set(1.0f);
-    uint64_t start = item * ELEMENTS_PER_ITEM, end = least(start + ELEMENTS_PER_ITEM, e->count);
-    for (uint64_t i = start; i < end; i += LANES) {
-        uint64_t left = end - i;
-        v8 gate = v8_load(e->gate + i, left), up = v8_load(e->up + i, left);
-        v8 d = v8_load(dy + i, left);
-        v8 s = v8_sigmoid(gate);
-        v8 silu = v8_round(_mm256_mul_ps(gate, s), e->rounding);
-        v8 slope = _mm256_mul_ps(s, v8_fma(gate, _mm256_sub_ps(one, s), one));
-        v8 dsilu = v8_round(_mm256_mul_ps(d, up), e->rounding);
-        v8_store(y + i, left, v8_round(_mm256_mul_ps(silu, up), e->rounding));
-        v8_store(dup + i, left, v8_round(_mm256_mul_ps(d, silu), e->rounding));
-        v8_store(dgate + i, left, v8_round(_mm256_mul_ps(dsilu, slope), e->rounding));
-    }
-}
-
-void cpu_silu_multiply_backward(struct device *device, const struct device_silu_backward *args,
-                                uint64_t elements)
-{
-    struct elements e = {.count = elements,
-                         .silu_backward = args,
-                         .gate = cpu_const_floats(args->gate),
-                         .up = cpu_const_floats(args->up)};
-    run_elements(device, &e, silu_backward_item);
+    struct elements e = {.count = elements, .to = cpu_floats(to), .from = cpu_const_floats(from)};
+    run_elements(device, &e, accumulate_item);
 }
 
 /* ---- embedding ---- */
 
 struct embedding {
-    float *to; /* x, or dtable */
-    const float *from;
-    const int32_t *tokens;
-    uint64_t rows, width;
-    int64_t skipped_token; /* backward: -1 none */
+    const struct device_embedding *args;
+    float *x, *dtable, *dposition_table;
+    const float *table, *position_table, *dx;
+    float scale;
+    enum rounding rounding;
 };
+
+static struct embedding embedding_of(const struct device *device,
+                                     const struct device_embedding *args)
+{
+    struct embedding e = {.args = args, .rounding = rounding_of(device)};
+    e.scale = _mm256_cvtss_f32(v8_round(v8_set(args->scale), e.rounding));
+    return e;
+}
+
+static void embedding_forward_row(const struct embedding *e, uint64_t row)
+{
+    uint64_t width = e->args->width;
+    const float *from = e->table + (uint64_t)e->args->tokens[row] * width;
+    const float *place = e->args->positions == NULL
+                             ? NULL
+                             : e->position_table + (uint64_t)e->args->positions[row] * width;
+    float *x = e->x + row * width;
+    if (place == NULL && e->args->scale == 0.0f) {
+        memcpy(x, from, width * sizeof(float));
+        return;
+    }
+    for (uint64_t i = 0; i < width; i += LANES) {
+        uint64_t left = width - i;
+        v8 value = v8_load(from + i, left);
+        value = place == NULL ? _mm256_mul_ps(value, v8_set(e->scale))
+                              : _mm256_add_ps(value, v8_load(place + i, left));
+        v8_store(x + i, left, v8_round(value, e->rounding));
+    }
+}
 
 static void embedding_forward_item(void *context, uint64_t item, uint32_t thread)
 {
     (void)thread;
     const struct embedding *e = context;
-    uint64_t end = least((item + 1) * ROWS_PER_ITEM, e->rows);
+    uint64_t end = least((item + 1) * ROWS_PER_ITEM, e->args->rows);
     for (uint64_t row = item * ROWS_PER_ITEM; row < end; row++)
-        memcpy(e->to + row * e->width, e->from + (uint64_t)e->tokens[row] * e->width,
-               e->width * sizeof(float));
+        embedding_forward_row(e, row);
 }
 
 void cpu_embedding_forward(struct device *device, compute_t *x, const compute_t *table,
-                           const int32_t *tokens, uint64_t rows, uint64_t width)
+                           const compute_t *position_table, const struct device_embedding *args)
 {
-    struct embedding e = {cpu_floats(x), cpu_const_floats(table), tokens, rows, width, -1};
-    threads_run(cpu_of(device)->threads, items_of(rows, ROWS_PER_ITEM), embedding_forward_item, &e);
+    CHECK(args->scale == 0.0f || args->positions == NULL);
+    struct embedding e = embedding_of(device, args);
+    e.x = cpu_floats(x);
+    e.table = cpu_const_floats(table);
+    if (args->positions != NULL)
+        e.position_table = cpu_const_floats(position_table);
+    threads_run(cpu_of(device)->threads, items_of(args->rows, ROWS_PER_ITEM),
+                embedding_forward_item, &e);
 }
 
-/* An item owns some columns of the whole table, and walks the tokens in order. */
+/* to [start, end) += from, each rounded after its scale */
+static void add_columns(const struct embedding *e, float *to, const float *from, uint64_t start,
+                        uint64_t end)
+{
+    for (uint64_t i = start; i < end; i += LANES) {
+        v8 value = v8_load(from + i, end - i);
+        if (e->args->scale != 0.0f)
+            value = v8_round(_mm256_mul_ps(value, v8_set(e->scale)), e->rounding);
+        v8_store(to + i, end - i, _mm256_add_ps(v8_load(to + i, end - i), value));
+    }
+}
+
+/* An item owns some columns of the whole tables, and walks the tokens in order. */
 static void embedding_backward_item(void *context, uint64_t item, uint32_t thread)
 {
     (void)thread;
     const struct embedding *e = context;
-    uint64_t start = item * COLUMNS_PER_ITEM, end = least(start + COLUMNS_PER_ITEM, e->width);
-    for (uint64_t row = 0; row < e->rows; row++) {
-        if (e->tokens[row] == e->skipped_token)
-            continue;
-        float *to = e->to + (uint64_t)e->tokens[row] * e->width;
-        const float *from = e->from + row * e->width;
-        for (uint64_t i = start; i < end; i += LANES)
-            v8_store(to + i, end - i,
-                     _mm256_add_ps(v8_load(to + i, end - i), v8_load(from + i, end - i)));
+    const struct device_embedding *args = e->args;
+    uint64_t width = args->width;
+    uint64_t start = item * COLUMNS_PER_ITEM, end = least(start + COLUMNS_PER_ITEM, width);
+    for (uint64_t row = 0; row < args->rows; row++) {
+        const float *from = e->dx + row * width;
+        if (args->tokens[row] != args->skipped_token)
+            add_columns(e, e->dtable + (uint64_t)args->tokens[row] * width, from, start, end);
+        if (args->positions != NULL)
+            add_columns(e, e->dposition_table + (uint64_t)args->positions[row] * width, from, start,
+                        end);
     }
 }
 
-void cpu_embedding_backward(struct device *device, float *dtable, const compute_t *dx,
-                            const int32_t *tokens, int64_t skipped_token, uint64_t rows,
-                            uint64_t width)
+void cpu_embedding_backward(struct device *device, float *dtable, float *dposition_table,
+                            const compute_t *dx, const struct device_embedding *args)
 {
-    struct embedding e = {dtable, cpu_const_floats(dx), tokens, rows, width, skipped_token};
-    threads_run(cpu_of(device)->threads, items_of(width, COLUMNS_PER_ITEM), embedding_backward_item,
-                &e);
+    struct embedding e = embedding_of(device, args);
+    e.dtable = dtable;
+    e.dposition_table = dposition_table;
+    e.dx = cpu_const_floats(dx);
+    threads_run(cpu_of(device)->threads, items_of(args->width, COLUMNS_PER_ITEM),
+                embedding_backward_item, &e);
 }
 
 /* ---- rope ---- */
@@ -257,7 +260,8 @@ void cpu_embedding_backward(struct device *device, float *dtable, const compute_
 struct rope {
     float *x;
     struct device_rope args;
-    float sign; /* of the sine */
+    uint64_t half; /* of the part that turns */
+    float sign;    /* of the sine */
     enum rounding rounding;
 };
 
@@ -283,7 +287,7 @@ static void rope_item(void *context, uint64_t item, uint32_t thread)
 {
     (void)thread;
     const struct rope *r = context;
-    uint64_t half = r->args.head_dim / 2;
+    uint64_t half = r->half;
     uint64_t end = least((item + 1) * ROWS_PER_ITEM, r->args.rows);
     for (uint64_t row = item * ROWS_PER_ITEM; row < end; row++) {
         uint64_t angle = (uint64_t)r->args.position[row] * half;
@@ -296,7 +300,8 @@ static void rope_item(void *context, uint64_t item, uint32_t thread)
 void cpu_rope(struct device *device, compute_t *x, struct device_rope args,
               enum device_direction direction)
 {
-    struct rope r = {cpu_floats(x), args, direction == DEVICE_FORWARD ? 1.0f : -1.0f,
-                     rounding_of(device)};
+    CHECK(args.rotated % 2 == 0 && args.rotated <= args.head_dim);
+    struct rope r = {cpu_floats(x), args, (args.rotated == 0 ? args.head_dim : args.rotated) / 2,
+                     direction == DEVICE_FORWARD ? 1.0f : -1.0f, rounding_of(device)};
     threads_run(cpu_of(device)->threads, items_of(args.rows, ROWS_PER_ITEM), rope_item, &r);
 }

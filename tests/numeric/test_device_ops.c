@@ -155,8 +155,10 @@ static void embedding_gathers_and_its_gradient_scatters(void **state)
                     gradient[(uint64_t)tokens[r] * C + c] += (double)dx[r * C + c];
             }
         }
-        device->ops->embedding_forward(device, cells(x), cells(table), tokens, R, C);
-        device->ops->embedding_backward(device, dtable, cells(dx), tokens, skipped[d], R, C);
+        struct device_embedding shape = {
+            .rows = R, .width = C, .tokens = tokens, .skipped_token = skipped[d]};
+        device->ops->embedding_forward(device, cells(x), cells(table), NULL, &shape);
+        device->ops->embedding_backward(device, dtable, NULL, cells(dx), &shape);
         check("embedding", device, x, expected, R * C, DEVICE_BF16, 0);
         check("dtable", devices[0], dtable, gradient, V * C, DEVICE_F32, 1);
         free(table);
@@ -179,7 +181,7 @@ static void rmsnorm_and_its_gradients_match_the_twin(void **state)
             float *dx = numbers(device, R * C, 1), *dw = numbers(devices[0], C, 1);
             float *again = numbers(device, R * C, 1), *rstd = numbers(device, R, 1);
             float *residual = numbers(device, R * C, 1);
-            float *scratch = malloc(device_rmsnorm_scratch(R, C) * sizeof *scratch);
+            float *scratch = malloc(device_norm_scratch(DEVICE_RMSNORM, R, C) * sizeof *scratch);
             double *ey = zeros(R * C), *edx = zeros(R * C), *edw = zeros(C);
             for (uint64_t c = 0; c < C; c++)
                 edw[c] = (double)dw[c];
@@ -198,12 +200,27 @@ static void rmsnorm_and_its_gradients_match_the_twin(void **state)
                              (double)x[i] * s * s * s * dot / (double)C;
                 }
             }
-            device->ops->rmsnorm_forward(device, cells(y), rstd, cells(x), cells(w), R, C,
-                                         (float)eps);
-            device->ops->rmsnorm_backward(
-                device,
-                &(struct device_rmsnorm_backward){cells(dx), dw, cells(again), cells(dy), cells(x),
-                                                  cells(w), rstd, cells(residual), scratch, R, C});
+            device->ops->norm_forward(device, &(struct device_norm_forward){.norm = DEVICE_RMSNORM,
+                                                                            .epsilon = (float)eps,
+                                                                            .rows = R,
+                                                                            .width = C,
+                                                                            .y = cells(y),
+                                                                            .rstd = rstd,
+                                                                            .x = cells(x),
+                                                                            .w = cells(w)});
+            device->ops->norm_backward(device,
+                                       &(struct device_norm_backward){.norm = DEVICE_RMSNORM,
+                                                                      .dx = cells(dx),
+                                                                      .dw = dw,
+                                                                      .y_again = cells(again),
+                                                                      .dy = cells(dy),
+                                                                      .x = cells(x),
+                                                                      .w = cells(w),
+                                                                      .rstd = rstd,
+                                                                      .residual = cells(residual),
+                                                                      .scratch = scratch,
+                                                                      .rows = R,
+                                                                      .width = C});
             assert_memory_equal(again, y, R * C * sizeof *y);
             check("y", device, y, ey, R * C, DEVICE_BF16, 1.5);
             check("dx", device, dx, edx, R * C, DEVICE_BF16, 2);
@@ -220,7 +237,7 @@ static void linear_and_its_gradients_match_the_twin(void **state)
     enum { R = 70, IN = 45, OUT = 83 };
     for (int d = 0; d < 2; d++) {
         struct device *device = devices[d];
-        struct device_linear shape = {R, IN, OUT};
+        struct device_linear shape = {.rows = R, .in = IN, .out = OUT};
         float *x = numbers(device, R * IN, 1), *w = numbers(device, OUT * IN, 1);
         float *y = numbers(device, R * OUT, 1), *residual = numbers(device, R * OUT, 1);
         float *dy = numbers(device, R * OUT, 1), *dx = numbers(device, R * IN, 1);
@@ -243,7 +260,8 @@ static void linear_and_its_gradients_match_the_twin(void **state)
         device->ops->linear_backward_input(device, cells(dx), DEVICE_ADD, cells(dy), cells(w),
                                            shape);
         device->ops->linear_backward_weight(
-            device, &(struct device_weight_gradient){dw, cells(dy), OUT}, 1, cells(x), R, IN);
+            device, &(struct device_weight_gradient){.dw = dw, .dy = cells(dy), .out = OUT}, 1,
+            cells(x), R, IN);
         check("y", device, y, ey, R * OUT, DEVICE_BF16, 2);
         check("dx", device, dx, edx, R * IN, DEVICE_BF16, 2);
         check("dw", devices[0], dw, edw, OUT * IN, DEVICE_F32, 2);
@@ -277,7 +295,7 @@ static void rope_rotates_and_its_backward_turns_back(void **state)
                     back[at + D / 2] = b * c - a * s;
                 }
         }
-        struct device_rope shape = {R, H, D, cosine, sine, position};
+        struct device_rope shape = {R, H, D, cosine, sine, position, 0};
         memcpy(y, x, R * H * D * sizeof *y);
         device->ops->rope(device, cells(y), shape, DEVICE_FORWARD);
         check("forward", device, y, there, R * H * D, DEVICE_BF16, 2);
@@ -310,12 +328,13 @@ static void silu_multiply_and_its_gradients_match_the_twin(void **state)
             edup[i] = (double)dy[i] * g * s;
             edgate[i] = (double)dy[i] * (double)up[i] * s * (1 + g * (1 - s));
         }
-        device->ops->silu_multiply_forward(device, cells(y), cells(gate), cells(up), N);
-        device->ops->silu_multiply_backward(device,
-                                            &(struct device_silu_backward){cells(dgate), cells(dup),
-                                                                           cells(again), cells(dy),
-                                                                           cells(gate), cells(up)},
-                                            N);
+        device->ops->activation_forward(
+            device,
+            &(struct device_activation_forward){DEVICE_SILU, N, cells(y), cells(gate), cells(up)});
+        device->ops->activation_backward(
+            device,
+            &(struct device_activation_backward){DEVICE_SILU, N, cells(dgate), cells(dup),
+                                                 cells(again), cells(dy), cells(gate), cells(up)});
         assert_memory_equal(again, y, N * sizeof *y);
         check("y", device, y, ey, N, DEVICE_BF16, 2);
         check("dgate", device, dgate, edgate, N, DEVICE_BF16, 2);
@@ -350,7 +369,7 @@ static void cross_entropy_and_its_gradient_match_the_twin(void **state)
                                        (i == (uint64_t)labels[r] ? 1 : 0)) *
                                       0.25;
         }
-        struct device_cross_entropy shape = {R, V, 0.25f};
+        struct device_cross_entropy shape = {R, V, 0.25f, 0.0f};
         float *copy = malloc(R * V * sizeof *copy);
         memcpy(copy, logits, R * V * sizeof *copy);
         device->ops->cross_entropy(device, only, copy, labels, shape, DEVICE_LOSS_ONLY);
@@ -429,7 +448,7 @@ static void check_attention(struct device *device, struct attention_case c)
         start[r] = (int32_t)(r % c.seq_len / c.document * c.document);
     struct device_attention shape = {c.batch,     c.seq_len,  c.query_heads,
                                      c.key_heads, c.head_dim, 1.0f / sqrtf((float)c.head_dim),
-                                     start};
+                                     start,       0,          0.0f};
     float *q = numbers(device, nq, 3), *k = numbers(device, nk, 3), *v = numbers(device, nk, 1);
     float *out = numbers(device, nq, 1), *dout = numbers(device, nq, 1);
     float *lse = numbers(device, nl, 1), *dq = numbers(device, nq, 1);
@@ -480,7 +499,7 @@ static void masked_keys_are_never_seen(void **state)
     int32_t start[T];
     for (int t = 0; t < T; t++)
         start[t] = t < CUT ? 0 : CUT;
-    struct device_attention shape = {1, T, 1, 1, D, 1, start};
+    struct device_attention shape = {1, T, 1, 1, D, 1, start, 0, 0};
     float *q = numbers(device, T * D, 1), *k = numbers(device, T * D, 1);
     float *v = numbers(device, T * D, 1), *lse = numbers(device, T, 1);
     float *one = numbers(device, T * D, 1), *two = numbers(device, T * D, 1);
