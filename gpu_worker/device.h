@@ -248,7 +248,7 @@ struct device_cross_entropy {
  *         expert_scatter(out, ye, weights, slots + first[e], n)
  *     accumulate(residual, out)
  *
- *     zero(dx), zero(dweights)
+ *     zero(dx)
  *     for each expert e, downwards:                        as autograd's order of additions
  *         expert_gather(xe, x, ...);  ye = MLP_e(xe) again
  *         expert_scatter_backward(dye, dweights, dout, ye, weights, ...)
@@ -275,6 +275,7 @@ struct device_router {
 
 struct device_router_forward {
     const compute_t *logits; /* (R,E) */
+    float *probabilities;    /* (R,E) f32: p */
     float *weights;          /* (R,K) f32, largest first */
     int32_t *experts;        /* (R,K) i32 */
     int32_t *slots;          /* (R K) i32, sorted by expert, then by row */

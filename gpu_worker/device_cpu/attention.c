@@ -3,7 +3,7 @@
  * FlashAttention does it (Dao et al. 2022). A work item is one tile of queries of one head; it
  * walks the key tiles from the first visible one to the diagonal:
  *
- *     S = Q K^T                     (queries, keys), one BLAS call
+ *     S = Q K^T                     (queries, keys), one BLAS call; capped if the model does so
  *     m' = max(m, max_k S scale);   P = exp(S scale - m'), 0 where masked
  *     l = l e^(m - m') + sum P;     O = O e^(m - m') + P V
  *
@@ -64,6 +64,16 @@ static float row_exponentials(float *x, uint64_t n, float scale, float most)
     return v8_sum(sum);
 }
 
+/* x = cap tanh(x scale / cap) */
+static void row_cap(float *x, uint64_t n, float scale, float cap)
+{
+    v8 inner = v8_set(scale / cap), outer = v8_set(cap);
+    for (uint64_t i = 0; i < n; i += LANES) {
+        v8 t = v8_tanh(_mm256_mul_ps(v8_load(x + i, n - i), inner));
+        v8_store(x + i, n - i, _mm256_mul_ps(t, outer));
+    }
+}
+
 static void row_multiply(float *x, uint64_t n, float factor)
 {
     for (uint64_t i = 0; i < n; i += LANES)
@@ -87,21 +97,26 @@ static void softmax_row(struct tile *tile, uint64_t i, uint64_t key_start, uint6
 {
     uint64_t query = tile->start + i;
     float *scores = tile->scores + i * ATTENTION_KEYS;
-    struct attention_range seen = attention_visible(query, (uint64_t)tile->document_start[query],
-                                                    key_start, key_start + keys);
+    const struct device_attention *shape = &tile->f->shape;
+    uint64_t first = attention_from(query, (uint64_t)tile->document_start[query], shape->window);
+    struct attention_range seen = attention_visible(query, first, key_start, key_start + keys);
     row_zero(scores, 0, seen.from);
     row_zero(scores, seen.to, keys);
     if (seen.to == 0)
         return;
-    float scale = tile->f->shape.scale;
+    float scale = shape->scale;
     float *visible = scores + seen.from;
+    if (shape->softcap != 0.0f) {
+        row_cap(visible, seen.to - seen.from, scale, shape->softcap);
+        scale = 1.0f;
+    }
     float most = row_largest(visible, seen.to - seen.from) * scale;
     if (most > tile->maximum[i]) {
         float factor = exponential(tile->maximum[i] - most);
         tile->maximum[i] = most;
         tile->sum[i] *= factor;
         if (factor != 1.0f)
-            row_multiply(tile->out + i * tile->query_stride, tile->f->shape.head_dim, factor);
+            row_multiply(tile->out + i * tile->query_stride, shape->head_dim, factor);
     }
     tile->sum[i] += row_exponentials(visible, seen.to - seen.from, scale, tile->maximum[i]);
 }
@@ -177,7 +192,7 @@ static void forward_item(void *context, uint64_t item, uint32_t thread)
         row_zero(tile.out + i * tile.query_stride, 0, shape->head_dim);
     }
     uint64_t end = tile.start + tile.count;
-    uint64_t key = attention_first_key(tile.document_start, tile.start, end);
+    uint64_t key = attention_first_key(tile.document_start, tile.start, end, shape->window);
     for (; key < end; key += ATTENTION_KEYS)
         attend_keys(&tile, key, attention_least(ATTENTION_KEYS, end - key), 1.0f);
     finish_tile(&tile, f->lse + (row * shape->query_heads + head) * shape->seq_len + tile.start);

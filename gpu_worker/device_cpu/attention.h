@@ -21,13 +21,20 @@ static inline uint64_t attention_most(uint64_t a, uint64_t b)
     return a > b ? a : b;
 }
 
+/* The first key that a query sees: of its document, and of its window. */
+static inline uint64_t attention_from(uint64_t query, uint64_t document_start, uint64_t window)
+{
+    uint64_t first = window == 0 || query < window ? 0 : query - window + 1;
+    return attention_most(document_start, first);
+}
+
 /* The first key that any query of [start, end) sees; `document_start` is the row's. */
 static inline uint64_t attention_first_key(const int32_t *document_start, uint64_t start,
-                                           uint64_t end)
+                                           uint64_t end, uint64_t window)
 {
     uint64_t first = start;
     for (uint64_t q = start; q < end; q++)
-        first = attention_least(first, (uint64_t)document_start[q]);
+        first = attention_least(first, attention_from(q, (uint64_t)document_start[q], window));
     return first;
 }
 
@@ -37,10 +44,10 @@ struct attention_range {
     uint64_t from, to;
 };
 
-static inline struct attention_range attention_visible(uint64_t query, uint64_t document_start,
+static inline struct attention_range attention_visible(uint64_t query, uint64_t first_key,
                                                        uint64_t key_start, uint64_t key_end)
 {
-    uint64_t from = attention_most(document_start, key_start);
+    uint64_t from = attention_most(first_key, key_start);
     uint64_t to = attention_least(query + 1, key_end);
     if (from >= to)
         return (struct attention_range){0, 0};

@@ -4,6 +4,8 @@
  *
  *     dV += P^T dO      dP = dO V^T      dS = P (dP - D) scale      dQ += dS K      dK += dS^T Q
  *
+ * With a softcap c, t = tanh(S scale / c): P = exp(c t - lse), and dS has the factor 1 - t^2.
+ *
  * A work item is one query head of one batch row: it walks key tiles, and for each the query tiles
  * that see it, so that every sum has one fixed order. Query heads that share a key head write
  * separate dK and dV, which are then added in the order of the heads.
@@ -56,18 +58,27 @@ static void softmax_backward_row(const struct head *h, const struct meeting *at,
 {
     uint64_t query = at->query + i;
     float *p = h->p + i * ATTENTION_BACKWARD_KEYS, *ds = h->ds + i * ATTENTION_BACKWARD_KEYS;
-    struct attention_range seen =
-        attention_visible(query, (uint64_t)h->document_start[query], at->key, at->key + at->keys);
+    const struct device_attention *shape = &h->b->shape;
+    uint64_t first = attention_from(query, (uint64_t)h->document_start[query], shape->window);
+    struct attention_range seen = attention_visible(query, first, at->key, at->key + at->keys);
     for (uint64_t j = 0; j < seen.from; j++)
         p[j] = ds[j] = 0;
     for (uint64_t j = seen.to; j < at->keys; j++)
         p[j] = ds[j] = 0;
-    v8 scale = v8_set(h->b->shape.scale), lse = v8_set(-h->lse[query]);
+    v8 scale = v8_set(shape->scale), lse = v8_set(-h->lse[query]);
     v8 dot = v8_set(h->dots[query]);
     for (uint64_t j = seen.from; j < seen.to; j += LANES) {
         uint64_t left = seen.to - j;
-        v8 probability = v8_exp(v8_fma(v8_load(p + j, left), scale, lse));
+        v8 score = v8_load(p + j, left);
         v8 d = _mm256_mul_ps(_mm256_sub_ps(v8_load(ds + j, left), dot), scale);
+        v8 probability;
+        if (shape->softcap == 0.0f) {
+            probability = v8_exp(v8_fma(score, scale, lse));
+        } else {
+            v8 t = v8_tanh(_mm256_mul_ps(score, v8_set(shape->scale / shape->softcap)));
+            probability = v8_exp(v8_fma(t, v8_set(shape->softcap), lse));
+            d = _mm256_mul_ps(d, _mm256_sub_ps(v8_set(1.0f), _mm256_mul_ps(t, t)));
+        }
         v8_store(p + j, left, probability);
         v8_store(ds + j, left, _mm256_mul_ps(probability, d));
     }
@@ -147,13 +158,16 @@ static void round_rows(float *x, uint64_t rows, uint64_t stride, uint64_t width)
 
 static void walk_head(const struct head *h)
 {
+    uint64_t window = h->b->shape.window;
     for (uint64_t key = 0; key < h->seq_len; key += ATTENTION_BACKWARD_KEYS) {
         uint64_t key_end = attention_least(key + ATTENTION_BACKWARD_KEYS, h->seq_len);
         /* queries before `key` see none of these keys */
         uint64_t query = key / ATTENTION_QUERIES * ATTENTION_QUERIES;
         for (; query < h->seq_len; query += ATTENTION_QUERIES) {
             uint64_t query_end = attention_least(query + ATTENTION_QUERIES, h->seq_len);
-            if (attention_first_key(h->document_start, query, query_end) >= key_end)
+            if (window != 0 && query >= key_end - 1 + window)
+                break; /* and no later one: the last key has left the window */
+            if (attention_first_key(h->document_start, query, query_end, window) >= key_end)
                 continue;
             struct meeting at = {query, query_end - query, key, key_end - key};
             meet(h, &at);

@@ -46,6 +46,11 @@ static void blend(float *out, float a, float b, const float *v, uint64_t n)
     }
 }
 
+static float capped(float score, float cap)
+{
+    return cap * _mm256_cvtss_f32(v8_tanh(v8_set(score / cap)));
+}
+
 static void decode_item(void *context, uint64_t item, uint32_t thread)
 {
     (void)thread;
@@ -60,8 +65,11 @@ static void decode_item(void *context, uint64_t item, uint32_t thread)
     float *out = cpu_floats(d->arrays->out) + item * n;
     memset(out, 0, n * sizeof(float));
     float most = -INFINITY, sum = 0;
-    for (uint64_t key = 0; key <= (uint64_t)shape->position[row]; key++) {
+    uint64_t last = (uint64_t)shape->position[row];
+    for (uint64_t key = attention_from(last, 0, shape->window); key <= last; key++) {
         float score = dot(q, k + key * shape->key_heads * n, n) * shape->scale;
+        if (shape->softcap != 0.0f)
+            score = capped(score, shape->softcap);
         float next = score > most ? score : most;
         float keep = _mm256_cvtss_f32(v8_exp(v8_set(most - next)));
         float p = _mm256_cvtss_f32(v8_exp(v8_set(score - next)));

@@ -39,8 +39,9 @@ static float largest(const float *x, uint64_t n)
     return v8_largest(_mm256_max_ps(even, odd));
 }
 
-/* x = exp(x - most), returned summed; lanes past the end of x do not count */
-static double exponentials(float *x, uint64_t n, float most)
+/* to = exp(x - most), returned summed; lanes past the end of x do not count. to may be x, or NULL
+ */
+static double exponentials(float *to, const float *x, uint64_t n, float most)
 {
     double sum = 0;
     for (uint64_t run = 0; run < n; run += SUM_RUN) {
@@ -49,18 +50,37 @@ static double exponentials(float *x, uint64_t n, float most)
         uint64_t i = run;
         for (; i + LANES <= end; i += LANES) {
             v8 e = v8_exp(_mm256_sub_ps(v8_load(x + i, LANES), v8_set(most)));
-            v8_store(x + i, LANES, e);
+            if (to != NULL)
+                v8_store(to + i, LANES, e);
             part = _mm256_add_ps(part, e);
         }
         if (i < end) {
             v8 e = v8_exp(_mm256_sub_ps(v8_load(x + i, end - i), v8_set(most)));
             e = _mm256_and_ps(e, _mm256_castsi256_ps(v8_mask(end - i)));
-            v8_store(x + i, end - i, e);
+            if (to != NULL)
+                v8_store(to + i, end - i, e);
             part = _mm256_add_ps(part, e);
         }
         sum += (double)v8_sum(part);
     }
     return sum;
+}
+
+/* x = (softmax(x) - onehot(label)) scale (1 - (x / cap)^2); sum: of exp(x - most) */
+static void capped_gradient(float *x, const struct entropy *e, int32_t label, float most,
+                            double sum)
+{
+    uint64_t n = e->shape.vocabulary;
+    v8 factor = v8_set((float)((double)e->shape.scale / sum)), one = v8_set(1.0f);
+    v8 inverse = v8_set(1.0f / e->shape.softcap);
+    float t = x[label] * (1.0f / e->shape.softcap);
+    for (uint64_t i = 0; i < n; i += LANES) {
+        v8 logit = v8_load(x + i, n - i), ratio = _mm256_mul_ps(logit, inverse);
+        v8 p = _mm256_mul_ps(v8_exp(_mm256_sub_ps(logit, v8_set(most))), factor);
+        v8 slope = _mm256_sub_ps(one, _mm256_mul_ps(ratio, ratio));
+        v8_store(x + i, n - i, _mm256_mul_ps(p, slope));
+    }
+    x[label] -= e->shape.scale * (1.0f - t * t);
 }
 
 static void scale_row(float *x, uint64_t n, float factor)
@@ -87,9 +107,12 @@ static void entropy_row(const struct entropy *e, uint64_t row)
         return;
     }
     float most = largest(x, n), target = x[label];
-    double sum = exponentials(x, n, most);
+    int capped = e->shape.softcap != 0.0f && e->loss == DEVICE_LOSS_AND_GRADIENT;
+    double sum = exponentials(capped ? NULL : x, x, n, most);
     e->row_loss[row] = scalar_log(sum) + ((double)most - (double)target);
-    if (e->loss == DEVICE_LOSS_AND_GRADIENT) {
+    if (capped) {
+        capped_gradient(x, e, label, most, sum);
+    } else if (e->loss == DEVICE_LOSS_AND_GRADIENT) {
         scale_row(x, n, (float)((double)e->shape.scale / sum));
         x[label] -= e->shape.scale;
     }
@@ -111,4 +134,34 @@ void cpu_cross_entropy(struct device *device, double *row_loss, float *logits,
     struct entropy e = {row_loss, logits, labels, shape, loss};
     threads_run(cpu_of(device)->threads, (shape.rows + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM,
                 entropy_item, &e);
+}
+
+/* ---- soft-capping ---- */
+
+enum { ELEMENTS_PER_ITEM = 16384 };
+
+struct cap {
+    float *x;
+    uint64_t count;
+    float cap;
+};
+
+static void softcap_item(void *context, uint64_t item, uint32_t thread)
+{
+    (void)thread;
+    const struct cap *c = context;
+    uint64_t start = item * ELEMENTS_PER_ITEM;
+    uint64_t end = start + ELEMENTS_PER_ITEM < c->count ? start + ELEMENTS_PER_ITEM : c->count;
+    v8 cap = v8_set(c->cap);
+    for (uint64_t i = start; i < end; i += LANES) {
+        v8 t = v8_tanh(_mm256_div_ps(v8_load(c->x + i, end - i), cap));
+        v8_store(c->x + i, end - i, _mm256_mul_ps(t, cap));
+    }
+}
+
+void cpu_softcap(struct device *device, float *logits, float cap, uint64_t elements)
+{
+    struct cap c = {logits, elements, cap};
+    threads_run(cpu_of(device)->threads, (elements + ELEMENTS_PER_ITEM - 1) / ELEMENTS_PER_ITEM,
+                softcap_item, &c);
 }

@@ -147,7 +147,10 @@ static void epilogue(const struct gemm *tile)
         const float *residual = tile->residual == NULL ? NULL : tile->residual + i * tile->ldc;
         for (uint64_t j = 0; j < tile->n; j += LANES) {
             uint64_t left = tile->n - j;
-            v8 x = v8_round(v8_load(c + j, left), rounding);
+            v8 x = v8_load(c + j, left);
+            if (tile->bias != NULL)
+                x = _mm256_add_ps(x, v8_load(tile->bias + j, left));
+            x = v8_round(x, rounding);
             if (residual != NULL)
                 x = v8_round(_mm256_add_ps(v8_load(residual + j, left), x), rounding);
             v8_store(c + j, left, x);
@@ -178,8 +181,10 @@ static void run_tile(void *context, uint64_t item, uint32_t thread)
     tile.c += row * tile.ldc + col;
     if (tile.residual != NULL)
         tile.residual += row * tile.ldc + col;
+    if (tile.bias != NULL)
+        tile.bias += col;
     gemm_tile(&tile);
-    if (tile.residual != NULL || tile.round == GEMM_ROUND_BF16)
+    if (tile.residual != NULL || tile.bias != NULL || tile.round == GEMM_ROUND_BF16)
         epilogue(&tile);
 }
 

@@ -30,7 +30,9 @@ struct gemm {
     float *c;
     uint64_t ldc;
     float beta; /* 0 (c is not read, and may hold anything) or 1 */
-    /* epilogue: c = round(c), then, with a residual (m,n; ld ldc), c = round(residual + c) */
+    /* epilogue: c = round(c + bias), bias (n) or NULL; then, with a residual (m,n; ld ldc), c =
+     * round(residual + c) */
+    const float *bias;
     const float *residual;
     enum gemm_round round;
 };
