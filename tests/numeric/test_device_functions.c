@@ -45,6 +45,40 @@ static void the_sigmoid_is_within_three_ulp(void **state)
     assert_true(isnan(one_lane(v8_sigmoid(v8_set(NAN)))));
 }
 
+static void the_hyperbolic_tangent_is_within_four_ulp(void **state)
+{
+    (void)state;
+    double worst = 0;
+    for (float x = 1e-30f; x < 30; x *= 1.0003f) {
+        worst = fmax(worst, ulps(one_lane(v8_tanh(v8_set(x))), tanh((double)x)));
+        assert_true(one_lane(v8_tanh(v8_set(-x))) == -one_lane(v8_tanh(v8_set(x))));
+    }
+    print_message("tanh: at most %.2f ulp\n", worst);
+    assert_true(worst <= 4);
+    assert_true(one_lane(v8_tanh(v8_set(INFINITY))) == 1.0f);
+    assert_true(one_lane(v8_tanh(v8_set(-1e30f))) == -1.0f);
+    assert_true(one_lane(v8_tanh(v8_set(0.0f))) == 0.0f);
+    assert_true(isnan(one_lane(v8_tanh(v8_set(NAN)))));
+}
+
+static void the_normal_distribution_is_within_six_ulp(void **state)
+{
+    (void)state;
+    double worst = 0, worst_density = 0;
+    for (float x = -13.1f; x < 13.1f; x += 0.00031f) {
+        struct v8_normal n = v8_normal(v8_set(x));
+        double below = 0.5 * erfc(-(double)x / sqrt(2));
+        double density = exp(-(double)x * (double)x / 2) * 0.5 * M_2_SQRTPI / sqrt(2);
+        worst = fmax(worst, ulps(one_lane(n.below), below));
+        worst_density = fmax(worst_density, ulps(one_lane(n.density), density));
+    }
+    print_message("Phi: at most %.2f ulp, its density %.2f\n", worst, worst_density);
+    assert_true(worst <= 6 && worst_density <= 4);
+    assert_true(one_lane(v8_normal(v8_set(-INFINITY)).below) == 0.0f);
+    assert_true(one_lane(v8_normal(v8_set(1e30f)).below) == 1.0f);
+    assert_true(isnan(one_lane(v8_normal(v8_set(NAN)).below)));
+}
+
 static float bits_of(uint32_t bits)
 {
     float x;
@@ -144,6 +178,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_exponential_is_within_two_ulp),
         cmocka_unit_test(the_sigmoid_is_within_three_ulp),
+        cmocka_unit_test(the_hyperbolic_tangent_is_within_four_ulp),
+        cmocka_unit_test(the_normal_distribution_is_within_six_ulp),
         cmocka_unit_test(rounding_to_bf16_is_to_nearest_even_and_keeps_nan),
         cmocka_unit_test(short_vectors_touch_only_their_elements),
         cmocka_unit_test(scalar_functions_match_libm),
