@@ -169,7 +169,7 @@ static void backward_sums(const struct backward *b, struct row *row, float *dw_p
         sum_g = _mm256_add_ps(sum_g, g);
         sum_gx = v8_fma(g, c, sum_gx);
         v8_store(dw_part + i, left, v8_fma(dy, n, v8_load(dw_part + i, left)));
-        if (dbias_part != NULL)
+        if (b->args->dbias != NULL)
             v8_store(dbias_part + i, left, _mm256_add_ps(dy, v8_load(dbias_part + i, left)));
     }
     row->sum_g = norm->kind == DEVICE_LAYERNORM ? v8_sum(sum_g) : 0.0f;
@@ -211,7 +211,7 @@ static void backward_rows(void *context, uint64_t item, uint32_t thread)
         args->dbias == NULL ? NULL : args->scratch + (row_items(args->rows) + item) * width;
     for (uint64_t i = 0; i < width; i++)
         dw_part[i] = 0.0f;
-    for (uint64_t i = 0; dbias_part != NULL && i < width; i++)
+    for (uint64_t i = 0; args->dbias != NULL && i < width; i++)
         dbias_part[i] = 0.0f;
     uint64_t end = least((item + 1) * DEVICE_NORM_ROWS, args->rows);
     for (uint64_t r = item * DEVICE_NORM_ROWS; r < end; r++) {

@@ -12,16 +12,21 @@ struct attention_twin {
     double *out, *lse, *dq, *dk, *dv;
 };
 
+static uint64_t first_key(const struct device_attention *s, uint64_t row)
+{
+    uint64_t t = row % s->seq_len, from = (uint64_t)s->document_start[row];
+    return s->window != 0 && t >= from + s->window ? t - s->window + 1 : from;
+}
+
 /* One query of one head: everything it contributes, in f64. */
 static void attend(const struct device_attention *s, uint64_t row, uint64_t head, const float *q,
                    const float *k, const float *v, const float *dout, struct attention_twin *twin)
 {
     uint64_t b = row / s->seq_len, t = row % s->seq_len, D = s->head_dim;
-    uint64_t kv = head / (s->query_heads / s->key_heads), from = (uint64_t)s->document_start[row];
-    if (s->window != 0 && t >= s->window && t - s->window + 1 > from)
-        from = t - s->window + 1;
+    uint64_t kv = head / (s->query_heads / s->key_heads), from = first_key(s, row);
     uint64_t at = (row * s->query_heads + head) * D;
-    double *p = zeros(s->seq_len), *slope = zeros(s->seq_len), most = -1e30, sum = 0, dot = 0;
+    double *p = zeros(s->seq_len), *slope = zeros(s->seq_len);
+    double most = -1e30, sum = 1e-300, dot = 0; /* 1e-300: a sum whose logarithm exists */
     for (uint64_t j = from; j <= t; j++) {
         uint64_t key = ((b * s->seq_len + j) * s->key_heads + kv) * D;
         for (uint64_t i = 0; i < D; i++)
