@@ -106,14 +106,15 @@ static void check_attention(int d, struct attention_case c)
     check_same("dq", dq, again[2], nq);
     check_same("dk", dk, again[3], nk);
     check_same("dv", dv, again[4], nk);
-    check("out", devices[d], out, twin.out, nq, DEVICE_BF16, 1.5);
-    check("lse", devices[0], lse, twin.lse, nl, DEVICE_F32, 2);
+    double capped = c.softcap == 0.0f ? 1 : 3; /* a cap adds the errors of a tanh to each score */
+    check("out", devices[d], out, twin.out, nq, DEVICE_BF16, 3 * capped);
+    check("lse", devices[0], lse, twin.lse, nl, DEVICE_F32, 2 * capped);
     /* D_q comes from the rounded output, and dP - D cancels; each query head's share of dk and dv
      * is rounded before they are added */
     double share = c.query_heads == c.key_heads ? 1 : 2;
-    check("dq", devices[d], dq, twin.dq, nq, DEVICE_BF16, 8);
-    check("dk", devices[d], dk, twin.dk, nk, DEVICE_BF16, 8 * share);
-    check("dv", devices[d], dv, twin.dv, nk, DEVICE_BF16, 3 * share);
+    check("dq", devices[d], dq, twin.dq, nq, DEVICE_BF16, 16 * capped);
+    check("dk", devices[d], dk, twin.dk, nk, DEVICE_BF16, 16 * share * capped);
+    check("dv", devices[d], dv, twin.dv, nk, DEVICE_BF16, 4 * share * capped);
     float *all[] = {q, k, v, out, dout, lse, dq, dk, dv};
     for (int i = 0; i < 9; i++)
         free(all[i]);
@@ -149,7 +150,7 @@ static void a_window_hides_what_lies_further_back(void **state)
         {1, 300, 2, 2, 12, 0, 128, 0},  {1, 300, 2, 1, 6, 0, 129, 0},
         {1, 700, 2, 1, 12, 0, 3, 0},    {1, 700, 2, 2, 12, 0, 255, 0},
         {1, 700, 1, 1, 8, 130, 60, 0},  {1, 700, 1, 1, 8, 0, 5000, 0},
-        {2, 400, 2, 1, 8, 300, 257, 0},
+        {2, 400, 2, 1, 8, 300, 257, 0}, {1, 600, 1, 1, 8, 0, 130, 0},
     };
     check_cases(cases, sizeof cases / sizeof cases[0]);
 }
@@ -248,7 +249,7 @@ static void check_decoding(int d, uint64_t window, float softcap)
     arrays.out = cells(again);
     alone[d]->ops->attention_decode(alone[d], &arrays, decode);
     check_same("decoded", out, again, rows * Q);
-    check("decoded", device, out, twin.out, rows * Q, DEVICE_BF16, 1.5);
+    check("decoded", device, out, twin.out, rows * Q, DEVICE_BF16, 6);
     double *unused[] = {twin.lse, twin.dq, twin.dk, twin.dv};
     for (int i = 0; i < 4; i++)
         free(unused[i]);

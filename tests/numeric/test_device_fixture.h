@@ -111,7 +111,7 @@ static inline void check_rounding(const char *what, const struct device *device,
                                   double *expected, uint64_t n)
 {
     if (device->dtype == DEVICE_F32) {
-        check(what, device, found, expected, n, DEVICE_F32, 2);
+        check(what, device, found, expected, n, DEVICE_F32, 4);
         return;
     }
     uint64_t different = 0;

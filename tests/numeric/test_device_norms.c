@@ -143,7 +143,9 @@ static void check_norm(int d, struct norm_case c)
     check_rounding("y", devices[d], r.y, r.ey, n);
     check_rounding("y again", devices[d], r.again, r.eagain, n);
     check_rounding("dx", devices[d], r.dx, r.edx, n);
-    check("dw", devices[0], r.dw, r.edw, c.width, DEVICE_F32, 2);
+    /* where n is rounded, a tie that falls otherwise is seen here */
+    int ties = c.norm == DEVICE_RMSNORM && d == 1;
+    check("dw", devices[ties], r.dw, r.edw, c.width, DEVICE_F32, ties ? 0.2 : 2);
     if (c.bias)
         check("dbias", devices[0], r.dbias, r.edbias, c.width, DEVICE_F32, 2);
     else
