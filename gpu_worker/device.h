@@ -124,10 +124,13 @@ struct device_embedding {
 
 /*
  * The norms, of rows of C elements; per head: rows = R Hq, width = D. mean() is over the row.
- *   RMSNORM       y = w round(x s), s = 1/sqrt(mean(x^2) + eps)    Llama, Qwen3 (q/k norm: per
- * head) RMSNORM_PLUS  y = round(x s (1 + w)), all of it in f32          Gemma LAYERNORM     y =
- * round((x - m) s w + b), m = mean(x), s = 1/sqrt(mean((x - m)^2) + eps)  GPT-2 (Zhang and Sennrich
- * 2019; Ba, Kiros and Hinton 2016)
+ *
+ *     RMSNORM        y = w round(x s),             s = 1/sqrt(mean(x^2) + eps)         Llama, Qwen3
+ *     RMSNORM_PLUS   y = round(x s (1 + w)),       the same s                          Gemma
+ *     LAYERNORM      y = round((x - m) s w + b),   s = 1/sqrt(mean((x - m)^2) + eps)   GPT-2
+ *
+ * with m = mean(x) (Zhang and Sennrich 2019; Ba, Kiros and Hinton 2016). m and s are f32 in
+ * backward, too, as in torch's CUDA kernel; its CPU kernel keeps them in bf16.
  */
 enum device_norm { DEVICE_RMSNORM, DEVICE_RMSNORM_PLUS, DEVICE_LAYERNORM };
 
@@ -200,8 +203,7 @@ struct device_decode_arrays {
  */
 enum device_activation {
     DEVICE_SILU,      /* x / (1 + e^-x) */
-    DEVICE_GELU_NEW,  /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), rounded at each operation
-                       */
+    DEVICE_GELU_NEW,  /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), each operation rounded */
     DEVICE_GELU_TANH, /* the same function, rounded once: gelu_pytorch_tanh */
     DEVICE_GELU,      /* x Phi(x), Phi the normal distribution (Hendrycks and Gimpel 2016) */
 };
@@ -258,6 +260,8 @@ struct device_cross_entropy {
  *     linear_backward_input(dx, DEVICE_ADD, dlogits)
  *
  * As a token meets an expert at most once, the order of additions to a row is that of the experts.
+ * The roundings are those of transformers' "eager" experts; its "grouped_mm" rounds the sum over a
+ * token's experts once.
  */
 enum device_router_scale {
     DEVICE_ROUTER_AS_IS,      /* weights p_k */
@@ -286,8 +290,12 @@ struct device_router_forward {
 /*
  * balance_slope (E) f32, or NULL: derivative of the loss by each row's p_e, beside the weights. For
  * transformers' load balancing loss (Fedus et al. 2021, equations 4 to 6), over all layers and
- * rows, loss = coefficient E sum_e (slots_e / N) (sum of p_e / N),  N = rows counted, of all layers
- * it is coefficient E slots_e / N^2: slots are counted, not differentiated.
+ * rows,
+ *
+ *     loss = coefficient E sum_e (slots_e / N) (sum of p_e / N),   N = rows counted, of all layers
+ *
+ * it is coefficient E slots_e / N^2: slots are counted, not differentiated. p is f32 here as in the
+ * router; transformers takes this softmax in the logits' dtype.
  */
 struct device_router_backward {
     compute_t *dlogits;      /* (R,E); round(balance part) + round(weights part); may be logits */
