@@ -122,8 +122,10 @@ static double cpu_seconds(void)
 static struct times run(struct bench *b, int saved)
 {
     uint32_t blocks = (uint32_t)b->layout.config.n_layers;
-    struct layers_head head = {b->weights[blocks + 1], b->weights[0], b->gradients[blocks + 1],
-                               b->gradients[0]};
+    struct layers_head head = {.norm = b->weights[blocks + 1],
+                               .matrix = b->weights[0],
+                               .norm_gradient = b->gradients[blocks + 1],
+                               .matrix_gradient = b->gradients[0]};
     double loss, cpu = cpu_seconds();
     uint64_t t0 = clock_now_ns();
     layers_embedding_forward(b->layers, b->weights[0], &b->batch, b->x[0]);

@@ -2,6 +2,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "gpu_worker/layers_internal.h"
 #include "gpu_worker/rope_table.h"
@@ -47,27 +48,89 @@ static void carve_slot(struct layers *layers, struct arena *arena, uint64_t inde
 {
     const struct model_config *config = &layers->layout->config;
     uint64_t n = layers->rows;
-    struct layers_slot slot;
+    struct layers_slot slot = {0};
     slot.q = take_compute(arena, layers, n * layers->query_size);
     slot.k = take_compute(arena, layers, n * layers->key_size);
     slot.v = take_compute(arena, layers, n * layers->key_size);
     slot.attended = take_compute(arena, layers, n * layers->query_size);
     slot.middle = take_compute(arena, layers, n * config->hidden_size);
-    slot.gate = take_compute(arena, layers, n * config->intermediate_size);
+    if (!config->plain_mlp)
+        slot.gate = take_compute(arena, layers, n * config->intermediate_size);
     slot.up = take_compute(arena, layers, n * config->intermediate_size);
     slot.rstd_input = take_floats(arena, n);
     slot.rstd_post = take_floats(arena, n);
     slot.lse = take_floats(arena, n * config->n_heads);
+    if (config->qk_norm) {
+        slot.q_raw = take_compute(arena, layers, n * layers->query_size);
+        slot.k_raw = take_compute(arena, layers, n * layers->key_size);
+        slot.rstd_q = take_floats(arena, n * config->n_heads);
+        slot.rstd_k = take_floats(arena, n * config->n_kv_heads);
+    }
+    if (config->post_norms) {
+        slot.attention_out = take_compute(arena, layers, n * config->hidden_size);
+        slot.mlp_out = take_compute(arena, layers, n * config->hidden_size);
+        slot.rstd_attention_out = take_floats(arena, n);
+        slot.rstd_mlp_out = take_floats(arena, n);
+    }
     if (layers->slots != NULL)
         layers->slots[index] = slot;
+}
+
+/* Do blocks with a window turn otherwise than those without? */
+static int ropes_differ(const struct model_config *config)
+{
+    return memcmp(&config->rope[MODEL_REACH_FULL], &config->rope[MODEL_REACH_SLIDING],
+                  sizeof config->rope[0]) != 0;
+}
+
+static void carve_rope(struct layers *layers, struct arena *arena)
+{
+    const struct model_config *config = &layers->layout->config;
+    uint64_t elements = layers->shape.context_max * (config->rope_dim / 2);
+    for (int reach = 0; config->rope_dim && reach < MODEL_REACHES; reach++) {
+        int shares = reach > 0 && !ropes_differ(config);
+        layers->cosine[reach] = shares ? layers->cosine[0] : take_floats(arena, elements);
+        layers->sine[reach] = shares ? layers->sine[0] : take_floats(arena, elements);
+    }
+}
+
+/* Windows may change what attention's backward needs. */
+static uint64_t attention_scratch_bytes(const struct layers *layers)
+{
+    const struct device *device = layers->device;
+    struct layers_batch none = {0};
+    uint64_t bytes = 0;
+    for (uint64_t layer = 1; layer <= layers->layout->config.n_layers; layer++)
+        bytes = most(bytes, device->ops->attention_scratch_bytes(
+                                device, layers_attention(layers, &none, layer)));
+    return bytes;
+}
+
+static uint64_t norm_scratch_elements(const struct layers *layers)
+{
+    const struct model_config *config = &layers->layout->config;
+    uint64_t n = layers->rows;
+    uint64_t elements = device_norm_scratch(layers->norm, n, config->hidden_size);
+    if (config->qk_norm) /* there are at least as many query heads as key heads */
+        elements = most(elements,
+                        device_norm_scratch(layers->norm, n * config->n_heads, config->head_dim));
+    return elements;
+}
+
+static void carve_backward(struct layers *layers, struct arena *arena)
+{
+    const struct model_config *config = &layers->layout->config;
+    layers->norm_scratch = take_floats(arena, norm_scratch_elements(layers));
+    layers->attention_scratch = arena_take(arena, attention_scratch_bytes(layers));
+    if (config->post_norms)
+        layers->branch = take_compute(arena, layers, layers->rows * config->hidden_size);
 }
 
 static void carve(struct layers *layers, struct arena *arena)
 {
     const struct model_config *config = &layers->layout->config;
-    uint64_t n = layers->rows, half = config->head_dim / 2;
-    layers->cosine = take_floats(arena, layers->shape.context_max * half);
-    layers->sine = take_floats(arena, layers->shape.context_max * half);
+    uint64_t n = layers->rows;
+    carve_rope(layers, arena);
     layers->normed = take_compute(arena, layers, n * config->hidden_size);
     uint64_t wide = most(config->intermediate_size, config->hidden_size);
     if (!layers->shape.forward_only)
@@ -75,16 +138,29 @@ static void carve(struct layers *layers, struct arena *arena)
     layers->wide = take_compute(arena, layers, n * wide);
     layers->logits = take_floats(arena, layers->head_rows * config->vocab_size);
     layers->row_loss = arena_take(arena, n * sizeof(double));
-    if (!layers->shape.forward_only) {
-        struct layers_batch none = {0};
-        layers->norm_scratch =
-            take_floats(arena, device_norm_scratch(DEVICE_RMSNORM, n, config->hidden_size));
-        layers->attention_scratch =
-            arena_take(arena, layers->device->ops->attention_scratch_bytes(
-                                  layers->device, layers_attention(layers, &none)));
-    }
+    if (!layers->shape.forward_only)
+        carve_backward(layers, arena);
     for (uint64_t i = 0; i <= layers->shape.saved_slots; i++)
         carve_slot(layers, arena, i);
+}
+
+/* The model's words in the device's. */
+static void describe_operations(struct layers *layers)
+{
+    static const enum device_norm norms[] = {[MODEL_NORM_RMS] = DEVICE_RMSNORM,
+                                             [MODEL_NORM_RMS_PLUS_ONE] = DEVICE_RMSNORM_PLUS,
+                                             [MODEL_NORM_LAYER] = DEVICE_LAYERNORM};
+    static const enum device_activation activations[] = {
+        [MODEL_ACTIVATION_SILU] = DEVICE_SILU,
+        [MODEL_ACTIVATION_GELU_TANH] = DEVICE_GELU_TANH,
+        [MODEL_ACTIVATION_GELU_NEW] = DEVICE_GELU_NEW,
+        [MODEL_ACTIVATION_GELU] = DEVICE_GELU};
+    const struct model_config *config = &layers->layout->config;
+    double scalar =
+        config->attention_scalar > 0 ? config->attention_scalar : (double)config->head_dim;
+    layers->norm = norms[config->norm];
+    layers->activation = activations[config->activation];
+    layers->scale = 1.0f / sqrtf((float)scalar);
 }
 
 static void describe(struct layers *layers, struct device *device,
@@ -99,7 +175,7 @@ static void describe(struct layers *layers, struct device *device,
     layers->head_rows = layers->rows < LAYERS_HEAD_ROWS ? layers->rows : LAYERS_HEAD_ROWS;
     layers->query_size = config->n_heads * config->head_dim;
     layers->key_size = config->n_kv_heads * config->head_dim;
-    layers->scale = 1.0f / sqrtf((float)config->head_dim);
+    describe_operations(layers);
 }
 
 static struct arena count(struct layers *layers)
@@ -118,11 +194,11 @@ uint64_t layers_bytes(const struct device *device, const struct model_layout *la
     return count(&layers).used;
 }
 
-static int fill_rope(struct layers *layers)
+static int fill_rope(struct layers *layers, enum model_reach reach)
 {
     const struct model_config *config = &layers->layout->config;
     const struct device *device = layers->device;
-    uint64_t half = config->head_dim / 2, bytes = layers->shape.context_max * half * sizeof(float);
+    uint64_t half = config->rope_dim / 2, bytes = layers->shape.context_max * half * sizeof(float);
     float *frequency = malloc(half * sizeof(float));
     float *cosine = malloc(bytes), *sine = malloc(bytes);
     int rc = 0;
@@ -131,16 +207,25 @@ static int fill_rope(struct layers *layers)
                        (unsigned long long)layers->shape.context_max);
         goto cleanup;
     }
-    rope_table_frequencies(config, frequency);
+    rope_table_frequencies(&config->rope[reach], config->rope_dim, frequency);
     rope_table_fill(frequency, half, layers->shape.context_max, device->dtype, cosine, sine);
-    device->ops->copy_in(layers->device, layers->cosine, cosine, bytes);
-    device->ops->copy_in(layers->device, layers->sine, sine, bytes);
+    device->ops->copy_in(layers->device, layers->cosine[reach], cosine, bytes);
+    device->ops->copy_in(layers->device, layers->sine[reach], sine, bytes);
     device->ops->synchronize(layers->device);
 cleanup:
     free(sine);
     free(cosine);
     free(frequency);
     return rc;
+}
+
+static int fill_ropes(struct layers *layers)
+{
+    const struct model_config *config = &layers->layout->config;
+    if (!config->rope_dim)
+        return 0;
+    int rc = fill_rope(layers, MODEL_REACH_FULL);
+    return rc == 0 && ropes_differ(config) ? fill_rope(layers, MODEL_REACH_SLIDING) : rc;
 }
 
 int layers_init(struct layers **out, struct device *device, const struct model_layout *layout,
@@ -165,7 +250,7 @@ int layers_init(struct layers **out, struct device *device, const struct model_l
     struct arena arena = {.base = layers->arena};
     carve(layers, &arena);
     CHECK(arena.used == bytes);
-    if (fill_rope(layers) < 0) {
+    if (fill_ropes(layers) < 0) {
         layers_destroy(layers);
         return error_wrap("layers");
     }
@@ -193,27 +278,32 @@ uint64_t layers_cache_bytes(const struct layers *layers, uint64_t sequences, uin
     return sequences * context * layers->key_size * layers->device->compute_bytes;
 }
 
-static uint64_t tensor_offset(const struct layers *layers, uint64_t layer, enum model_role role)
-{
-    const struct model_tensor *tensor = model_layer_tensor(layers->layout, (uint32_t)layer, role);
-    CHECK(tensor != NULL);
-    return tensor->offset;
-}
-
 const compute_t *layers_weight(const struct layers *layers, const compute_t *weights,
                                uint64_t layer, enum model_role role)
 {
-    return device_at(layers->device, weights, tensor_offset(layers, layer, role));
+    struct model_slice slice = model_layer_slice(layers->layout, (uint32_t)layer, role);
+    return slice.tensor ? device_at(layers->device, weights, slice.offset) : NULL;
 }
 
 float *layers_gradient(const struct layers *layers, float *gradients, uint64_t layer,
                        enum model_role role)
 {
-    return gradients + tensor_offset(layers, layer, role);
+    struct model_slice slice = model_layer_slice(layers->layout, (uint32_t)layer, role);
+    return slice.tensor ? gradients + slice.offset : NULL;
+}
+
+enum device_layout layers_linear_layout(const struct layers *layers)
+{
+    return layers->layout->config.transposed ? DEVICE_IN_OUT : DEVICE_OUT_IN;
+}
+
+uint64_t layers_linear_stride(const struct layers *layers, uint64_t layer, enum model_role role)
+{
+    return model_layer_slice(layers->layout, (uint32_t)layer, role).stride;
 }
 
 struct device_attention layers_attention(const struct layers *layers,
-                                         const struct layers_batch *batch)
+                                         const struct layers_batch *batch, uint64_t layer)
 {
     const struct model_config *config = &layers->layout->config;
     return (struct device_attention){.batch = layers->shape.microbatch_size,
@@ -222,5 +312,7 @@ struct device_attention layers_attention(const struct layers *layers,
                                      .key_heads = config->n_kv_heads,
                                      .head_dim = config->head_dim,
                                      .scale = layers->scale,
-                                     .document_start = batch->document_start};
+                                     .document_start = batch->document_start,
+                                     .window = model_config_window(config, layer - 1),
+                                     .softcap = (float)config->attention_softcap};
 }

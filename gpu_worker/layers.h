@@ -1,7 +1,7 @@
 /*
- * Layer templates: embedding, Llama decoder block, final norm + head, written once over the
- * device's operations (device.h). They know shapes and the order of operations, and never touch
- * device memory themselves.
+ * Layer templates: embedding, decoder block, final norm + head, written once over the device's
+ * operations (device.h). They know shapes and the order of operations, and never touch device
+ * memory themselves. Every family is this one block with other options (model/config.h).
  *
  * A layer's weights arrive as one flat compute_t vector of layout->layers[l].elements elements (the
  * tensor t at its offset), its gradients accumulate in one flat f32 vector of the same shape, to
@@ -16,11 +16,13 @@
  * dx, slot); layers_embedding_backward(ls, gradients[0], &batch, dx);
  *
  * Intermediates. A saved slot holds what backward needs of one (layer, microbatch): rstd of both
- * norms, q, k, v after rope, the attention's output and log-sum-exp, the residual stream between
- * the two halves, gate, up: compute_bytes x (C + 2 Hq D + 2 Hk D + 2 F) + 4 x (2 + Hq) bytes per
- * token. The norms' outputs and silu(gate) * up are not kept: backward writes them again in the
- * same pass in which it reads their inputs anyway. With LAYERS_NO_SLOT nothing is kept, and
- * backward first recomputes the slot's content; the bits are the same either way.
+ * norms, q, k, v as attention reads them, the attention's output and log-sum-exp, the residual
+ * stream between the two halves, gate, up: compute_bytes x (C + 2 Hq D + 2 Hk D + 2 F) + 4 x (2 +
+ * Hq) bytes per token; without a gate F less; with norms of q and k also what they read and their
+ * rstd, Hq D + Hk D and Hq + Hk more; with norms behind attention and MLP the same, 2 C and 2. The
+ * norms' outputs and act(gate) * up are not kept: backward writes them again in the same pass in
+ * which it reads their inputs anyway. With LAYERS_NO_SLOT nothing is kept, and backward first
+ * recomputes the slot's content; the bits are the same either way.
  *
  * Results do not depend on the thread count, on slots, or on where buffers lie. They do depend, in
  * the last bits, on how the tokens of a step are cut into microbatches.
@@ -60,10 +62,12 @@ struct layers_batch {
 /* The head's tensors: the final norm, and the output matrix, which with tied embeddings is the
  * embedding's. Gradients may be NULL for evaluation. */
 struct layers_head {
-    const compute_t *norm;   /* (C) */
-    const compute_t *matrix; /* (V,C) */
-    float *norm_gradient;    /* (C), added to */
-    float *matrix_gradient;  /* (V,C), added to */
+    const compute_t *norm;      /* (C) */
+    const compute_t *norm_bias; /* (C), or NULL where the model's norms have none */
+    const compute_t *matrix;    /* (V,C) */
+    float *norm_gradient;       /* (C), added to */
+    float *norm_bias_gradient;  /* (C), added to; NULL without the bias */
+    float *matrix_gradient;     /* (V,C), added to */
 };
 
 /* Device bytes that layers_init() will allocate for this shape, exactly. */
@@ -130,7 +134,7 @@ uint64_t layers_cache_bytes(const struct layers *layers, uint64_t sequences, uin
 
 /* x (rows,C) = rows of the embedding table. */
 void layers_embedding_decode(struct layers *layers, const compute_t *weights,
-                             const struct layers_decode *rows, compute_t *x);
+                             const struct layers_decode *decode, compute_t *x);
 
 /* x (rows,C) = block(x) in place, against and into this layer's caches. */
 void layers_block_decode(struct layers *layers, uint64_t layer, const compute_t *weights,

@@ -1,9 +1,12 @@
 /*
- * The Llama decoder block:
+ * The decoder block. In brackets what the options of model/config.h add:
  *
- *     h = norm(x) w_in;    q, k, v = h Wq^T, h Wk^T, h Wv^T;   q, k = rope(q), rope(k)
- *     m = x + attention(q, k, v) Wo^T
- *     h = norm(m) w_post;  g, u = h Wg^T, h Wu^T;   y = m + (silu(g) u) Wd^T
+ *     h = norm(x) w_in;    q, k, v = h Wq^T, h Wk^T, h Wv^T [+ b];   [q, k = norm(q), norm(k) per
+ *     head;]   [q, k = rope(q), rope(k)]
+ *     a = attention(q, k, v) Wo^T [+ b];    m = x + a [norm(a)]
+ *     h = norm(m) w_post;  g, u = h Wg^T, h Wu^T [+ b];   f = (act(g) u) Wd^T [act(u) without a
+ * gate;
+ *     + b];    y = m + f [norm(f)]
  */
 #include "gpu_worker/layers_internal.h"
 #include "procs/check.h"
@@ -45,91 +48,265 @@ static float *gradient(const struct block *b, enum model_role role)
     return layers_gradient(b->layers, b->gradients, b->layer, role);
 }
 
-static struct device_linear linear(const struct block *b, uint64_t in, uint64_t out)
+/* ---- linear layers ---- */
+
+/* A linear layer of the block: its weight's role, and what it leads from and to. */
+struct projection {
+    enum model_role role, bias;
+    uint64_t in, out;
+};
+
+static struct projection projection(const struct block *b, enum model_role role)
 {
-    return (struct device_linear){.rows = b->rows, .in = in, .out = out};
+    uint64_t hidden = b->config->hidden_size, inner = b->config->intermediate_size;
+    uint64_t query = b->layers->query_size, key = b->layers->key_size;
+    switch (role) {
+    case MODEL_Q:
+        return (struct projection){role, MODEL_Q_BIAS, hidden, query};
+    case MODEL_K:
+        return (struct projection){role, MODEL_K_BIAS, hidden, key};
+    case MODEL_V:
+        return (struct projection){role, MODEL_V_BIAS, hidden, key};
+    case MODEL_O:
+        return (struct projection){role, MODEL_O_BIAS, query, hidden};
+    case MODEL_GATE:
+        return (struct projection){role, MODEL_GATE_BIAS, hidden, inner};
+    case MODEL_UP:
+        return (struct projection){role, MODEL_UP_BIAS, hidden, inner};
+    default:
+        CHECK(role == MODEL_DOWN);
+        return (struct projection){role, MODEL_DOWN_BIAS, inner, hidden};
+    }
 }
+
+static struct device_linear linear(const struct block *b, const struct projection *p)
+{
+    return (struct device_linear){.rows = b->rows,
+                                  .in = p->in,
+                                  .out = p->out,
+                                  .layout = layers_linear_layout(b->layers),
+                                  .stride = layers_linear_stride(b->layers, b->layer, p->role),
+                                  .bias = weight(b, p->bias)};
+}
+
+/* y = x W^T [+ b], or residual + that */
+static void forward(const struct block *b, enum model_role role, compute_t *y, const compute_t *x,
+                    const compute_t *residual)
+{
+    struct projection p = projection(b, role);
+    b->ops->linear_forward(b->device, y, x, weight(b, role), residual, linear(b, &p));
+}
+
+/* dx = or += dy W */
+static void backward_input(const struct block *b, enum model_role role, compute_t *dx,
+                           enum device_write write, const compute_t *dy)
+{
+    struct projection p = projection(b, role);
+    b->ops->linear_backward_input(b->device, dx, write, dy, weight(b, role), linear(b, &p));
+}
+
+/* Gradients of n layers that read the same x. */
+static void backward_weights(const struct block *b, const enum model_role *roles,
+                             compute_t *const *dy, uint64_t n, const compute_t *x)
+{
+    struct device_weight_gradient gradients[3];
+    uint64_t in = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        struct projection p = projection(b, roles[i]);
+        struct device_linear l = linear(b, &p);
+        in = p.in;
+        gradients[i] = (struct device_weight_gradient){.dw = gradient(b, p.role),
+                                                       .dy = dy[i],
+                                                       .out = p.out,
+                                                       .layout = l.layout,
+                                                       .stride = l.stride};
+        if (l.bias)
+            b->ops->linear_backward_bias(b->device, gradient(b, p.bias), dy[i], b->rows, p.out);
+    }
+    b->ops->linear_backward_weight(b->device, gradients, n, x, b->rows, in);
+}
+
+/* ---- norms ---- */
+
+/* A norm of the block: of rows of the hidden width, or of each head. */
+struct norm {
+    enum model_role role, bias;
+    uint64_t rows, width;
+    const compute_t *x;
+    float *rstd;
+};
+
+static struct norm norm_of_rows(const struct block *b, enum model_role role, const compute_t *x,
+                                float *rstd)
+{
+    enum model_role bias = role == MODEL_INPUT_NORM ? MODEL_INPUT_NORM_BIAS : MODEL_POST_NORM_BIAS;
+    return (struct norm){role, bias, b->rows, b->config->hidden_size, x, rstd};
+}
+
+static struct norm norm_of_heads(const struct block *b, enum model_role role, uint64_t heads,
+                                 const compute_t *x, float *rstd)
+{
+    return (struct norm){role, MODEL_ROLES, b->rows * heads, b->config->head_dim, x, rstd};
+}
+
+static int has_bias(const struct block *b, const struct norm *n)
+{
+    return b->config->norm == MODEL_NORM_LAYER && n->bias != MODEL_ROLES;
+}
+
+static void norm_forward(const struct block *b, const struct norm *n, compute_t *y,
+                         const compute_t *residual)
+{
+    b->ops->norm_forward(
+        b->device, &(struct device_norm_forward){.norm = b->layers->norm,
+                                                 .epsilon = (float)b->config->norm_eps,
+                                                 .rows = n->rows,
+                                                 .width = n->width,
+                                                 .y = y,
+                                                 .rstd = n->rstd,
+                                                 .x = n->x,
+                                                 .w = weight(b, n->role),
+                                                 .bias = has_bias(b, n) ? weight(b, n->bias) : NULL,
+                                                 .residual = residual});
+}
+
+/* dx = [residual +] derivative by the norm's input; y_again as in the device's operation. */
+static void norm_backward(const struct block *b, const struct norm *n, compute_t *dx,
+                          const compute_t *dy, const compute_t *residual, compute_t *y_again)
+{
+    int biased = has_bias(b, n);
+    b->ops->norm_backward(
+        b->device, &(struct device_norm_backward){.norm = b->layers->norm,
+                                                  .dx = dx,
+                                                  .dw = gradient(b, n->role),
+                                                  .dbias = biased ? gradient(b, n->bias) : NULL,
+                                                  .y_again = y_again,
+                                                  .dy = dy,
+                                                  .x = n->x,
+                                                  .w = weight(b, n->role),
+                                                  .bias = biased ? weight(b, n->bias) : NULL,
+                                                  .rstd = n->rstd,
+                                                  .residual = residual,
+                                                  .scratch = b->layers->norm_scratch,
+                                                  .rows = n->rows,
+                                                  .width = n->width});
+}
+
+/* ---- forward ---- */
 
 static void rope(const struct block *b, const int32_t *position, enum device_direction direction,
                  compute_t *q, compute_t *k)
 {
+    enum model_reach reach = model_config_reach(b->config, b->layer - 1);
     struct device_rope args = {.rows = b->rows,
                                .heads = b->config->n_heads,
                                .head_dim = b->config->head_dim,
-                               .cosine = b->layers->cosine,
-                               .sine = b->layers->sine,
-                               .position = position};
+                               .cosine = b->layers->cosine[reach],
+                               .sine = b->layers->sine[reach],
+                               .position = position,
+                               .rotated = b->config->rope_dim};
+    if (!b->config->rope_dim)
+        return;
     b->ops->rope(b->device, q, args, direction);
     args.heads = b->config->n_kv_heads;
     b->ops->rope(b->device, k, args, direction);
 }
 
-/* x (rows,C) -> normed */
-static void norm_forward(const struct block *b, enum model_role role, const compute_t *x,
-                         float *rstd)
+/* slot's q_raw, k_raw -> q, k */
+static void norm_heads(const struct block *b)
 {
-    b->ops->norm_forward(b->device,
-                         &(struct device_norm_forward){.norm = DEVICE_RMSNORM,
-                                                       .epsilon = (float)b->config->rms_norm_eps,
-                                                       .rows = b->rows,
-                                                       .width = b->config->hidden_size,
-                                                       .y = b->layers->normed,
-                                                       .rstd = rstd,
-                                                       .x = x,
-                                                       .w = weight(b, role)});
+    const struct layers_slot *slot = b->slot;
+    struct norm q = norm_of_heads(b, MODEL_Q_NORM, b->config->n_heads, slot->q_raw, slot->rstd_q);
+    struct norm k =
+        norm_of_heads(b, MODEL_K_NORM, b->config->n_kv_heads, slot->k_raw, slot->rstd_k);
+    norm_forward(b, &q, slot->q, NULL);
+    norm_forward(b, &k, slot->k, NULL);
 }
 
 /* x (rows,C) -> slot's q, k, v */
 static void project(const struct block *b, const compute_t *x, const int32_t *position)
 {
-    const struct layers *ls = b->layers;
-    struct layers_slot *slot = b->slot;
-    uint64_t hidden = b->config->hidden_size;
-    struct device_linear query = linear(b, hidden, ls->query_size);
-    struct device_linear key = linear(b, hidden, ls->key_size);
-    norm_forward(b, MODEL_INPUT_NORM, x, slot->rstd_input);
-    b->ops->linear_forward(b->device, slot->q, ls->normed, weight(b, MODEL_Q), NULL, query);
-    b->ops->linear_forward(b->device, slot->k, ls->normed, weight(b, MODEL_K), NULL, key);
-    b->ops->linear_forward(b->device, slot->v, ls->normed, weight(b, MODEL_V), NULL, key);
+    const struct layers_slot *slot = b->slot;
+    compute_t *normed = b->layers->normed;
+    struct norm input = norm_of_rows(b, MODEL_INPUT_NORM, x, slot->rstd_input);
+    norm_forward(b, &input, normed, NULL);
+    forward(b, MODEL_Q, b->config->qk_norm ? slot->q_raw : slot->q, normed, NULL);
+    forward(b, MODEL_K, b->config->qk_norm ? slot->k_raw : slot->k, normed, NULL);
+    forward(b, MODEL_V, slot->v, normed, NULL);
+    if (b->config->qk_norm)
+        norm_heads(b);
     rope(b, position, DEVICE_FORWARD, slot->q, slot->k);
 }
 
-/* slot's attended -> middle, gate, up */
-static void widen(const struct block *b, const compute_t *x)
+static struct norm attention_out_norm(const struct block *b)
 {
-    const struct layers *ls = b->layers;
-    struct layers_slot *slot = b->slot;
-    uint64_t hidden = b->config->hidden_size;
-    struct device_linear wide = linear(b, hidden, b->config->intermediate_size);
-    b->ops->linear_forward(b->device, slot->middle, slot->attended, weight(b, MODEL_O), x,
-                           linear(b, ls->query_size, hidden));
-    norm_forward(b, MODEL_POST_NORM, slot->middle, slot->rstd_post);
-    b->ops->linear_forward(b->device, slot->gate, ls->normed, weight(b, MODEL_GATE), NULL, wide);
-    b->ops->linear_forward(b->device, slot->up, ls->normed, weight(b, MODEL_UP), NULL, wide);
+    return norm_of_rows(b, MODEL_ATTENTION_OUT_NORM, b->slot->attention_out,
+                        b->slot->rstd_attention_out);
 }
 
-/* middle, gate, up -> y */
-static void narrow(const struct block *b, compute_t *y)
+static struct norm mlp_out_norm(const struct block *b)
+{
+    return norm_of_rows(b, MODEL_MLP_OUT_NORM, b->slot->mlp_out, b->slot->rstd_mlp_out);
+}
+
+static struct norm post_norm(const struct block *b)
+{
+    return norm_of_rows(b, MODEL_POST_NORM, b->slot->middle, b->slot->rstd_post);
+}
+
+/* gate, up -> to = [residual +] f */
+static void narrow(const struct block *b, compute_t *to, const compute_t *residual)
 {
     const struct layers_slot *slot = b->slot;
-    uint64_t inner = b->config->intermediate_size;
-    b->ops->activation_forward(b->device,
-                               &(struct device_activation_forward){.activation = DEVICE_SILU,
-                                                                   .elements = b->rows * inner,
-                                                                   .y = b->layers->wide,
-                                                                   .gate = slot->gate,
-                                                                   .up = slot->up});
-    b->ops->linear_forward(b->device, y, b->layers->wide, weight(b, MODEL_DOWN), slot->middle,
-                           linear(b, inner, b->config->hidden_size));
+    int plain = b->config->plain_mlp != 0;
+    b->ops->activation_forward(b->device, &(struct device_activation_forward){
+                                              .activation = b->layers->activation,
+                                              .elements = b->rows * b->config->intermediate_size,
+                                              .y = b->layers->wide,
+                                              .gate = plain ? slot->up : slot->gate,
+                                              .up = plain ? NULL : slot->up});
+    forward(b, MODEL_DOWN, to, b->layers->wide, residual);
 }
 
-/* All that backward needs; the last product is not among it. */
+/* slot's attended -> middle, gate, up; with a norm behind the MLP also mlp_out */
+static void widen(const struct block *b, const compute_t *x)
+{
+    const struct layers_slot *slot = b->slot;
+    compute_t *normed = b->layers->normed;
+    if (b->config->post_norms) {
+        struct norm out = attention_out_norm(b);
+        forward(b, MODEL_O, slot->attention_out, slot->attended, NULL);
+        norm_forward(b, &out, slot->middle, x);
+    } else {
+        forward(b, MODEL_O, slot->middle, slot->attended, x);
+    }
+    struct norm post = post_norm(b);
+    norm_forward(b, &post, normed, NULL);
+    if (!b->config->plain_mlp)
+        forward(b, MODEL_GATE, slot->gate, normed, NULL);
+    forward(b, MODEL_UP, slot->up, normed, NULL);
+    if (b->config->post_norms)
+        narrow(b, slot->mlp_out, NULL);
+}
+
+/* middle, gate, up or mlp_out -> y */
+static void finish(const struct block *b, compute_t *y)
+{
+    if (!b->config->post_norms) {
+        narrow(b, y, b->slot->middle);
+        return;
+    }
+    struct norm out = mlp_out_norm(b);
+    norm_forward(b, &out, y, b->slot->middle);
+}
+
+/* All that backward needs. Without a norm behind the MLP the last product is not among it. */
 static void fill_slot(const struct block *b, const struct layers_batch *batch, const compute_t *x)
 {
-    struct layers_slot *slot = b->slot;
+    const struct layers_slot *slot = b->slot;
     project(b, x, batch->position);
     b->ops->attention_forward(b->device, slot->attended, slot->lse, slot->q, slot->k, slot->v,
-                              layers_attention(b->layers, batch));
+                              layers_attention(b->layers, batch, b->layer));
     widen(b, x);
 }
 
@@ -139,75 +316,81 @@ void layers_block_forward(struct layers *layers, uint64_t layer, const compute_t
 {
     struct block b = block_of(layers, layer, weights, slot);
     fill_slot(&b, batch, x_in);
-    narrow(&b, x_out);
+    finish(&b, x_out);
 }
 
-/* dx through a norm, added to what flows past it; the norm's output is written again. */
-static void norm_backward(const struct block *b, enum model_role role, const compute_t *x,
-                          const float *rstd, compute_t *dx)
+/* ---- backward ---- */
+
+/* The derivative by what attention or MLP gave, from dx, the one by the stream it was added to. */
+static compute_t *branch_of(const struct block *b, struct norm (*norm)(const struct block *),
+                            compute_t *dx)
 {
-    const struct layers *ls = b->layers;
-    b->ops->norm_backward(b->device,
-                          &(struct device_norm_backward){.norm = DEVICE_RMSNORM,
-                                                         .dx = dx,
-                                                         .dw = gradient(b, role),
-                                                         .y_again = ls->normed,
-                                                         .dy = ls->normed,
-                                                         .x = x,
-                                                         .w = weight(b, role),
-                                                         .rstd = rstd,
-                                                         .residual = dx,
-                                                         .scratch = ls->norm_scratch,
-                                                         .rows = b->rows,
-                                                         .width = b->config->hidden_size});
+    if (!b->config->post_norms)
+        return dx;
+    struct norm out = norm(b);
+    norm_backward(b, &out, b->layers->branch, dx, NULL, NULL);
+    return b->layers->branch;
 }
 
 /* dx: of y -> of the middle. Leaves the derivatives of gate and up in their places in the slot. */
 static void mlp_backward(const struct block *b, compute_t *dx)
 {
+    static const enum model_role down[] = {MODEL_DOWN}, both[] = {MODEL_GATE, MODEL_UP},
+                                 alone[] = {MODEL_UP};
     const struct layers *ls = b->layers;
-    struct layers_slot *slot = b->slot;
-    uint64_t hidden = b->config->hidden_size, inner = b->config->intermediate_size;
-    struct device_linear wide = linear(b, hidden, inner);
-    b->ops->linear_backward_input(b->device, ls->wide, DEVICE_SET, dx, weight(b, MODEL_DOWN),
-                                  linear(b, inner, hidden));
-    b->ops->activation_backward(b->device,
-                                &(struct device_activation_backward){.activation = DEVICE_SILU,
-                                                                     .elements = b->rows * inner,
-                                                                     .dgate = slot->gate,
-                                                                     .dup = slot->up,
-                                                                     .y = ls->wide,
-                                                                     .dy = ls->wide,
-                                                                     .gate = slot->gate,
-                                                                     .up = slot->up});
-    struct device_weight_gradient down = {.dw = gradient(b, MODEL_DOWN), .dy = dx, .out = hidden};
-    b->ops->linear_backward_weight(b->device, &down, 1, ls->wide, b->rows, inner);
-    b->ops->linear_backward_input(b->device, ls->normed, DEVICE_SET, slot->gate,
-                                  weight(b, MODEL_GATE), wide);
-    b->ops->linear_backward_input(b->device, ls->normed, DEVICE_ADD, slot->up, weight(b, MODEL_UP),
-                                  wide);
-    norm_backward(b, MODEL_POST_NORM, slot->middle, slot->rstd_post, dx);
-    struct device_weight_gradient both[] = {
-        {.dw = gradient(b, MODEL_GATE), .dy = slot->gate, .out = inner},
-        {.dw = gradient(b, MODEL_UP), .dy = slot->up, .out = inner}};
-    b->ops->linear_backward_weight(b->device, both, 2, ls->normed, b->rows, hidden);
+    const struct layers_slot *slot = b->slot;
+    int plain = b->config->plain_mlp != 0;
+    compute_t *input = plain ? slot->up : slot->gate;
+    compute_t *df = branch_of(b, mlp_out_norm, dx);
+    backward_input(b, MODEL_DOWN, ls->wide, DEVICE_SET, df);
+    b->ops->activation_backward(b->device, &(struct device_activation_backward){
+                                               .activation = ls->activation,
+                                               .elements = b->rows * b->config->intermediate_size,
+                                               .dgate = input,
+                                               .dup = plain ? NULL : slot->up,
+                                               .y = ls->wide,
+                                               .dy = ls->wide,
+                                               .gate = input,
+                                               .up = plain ? NULL : slot->up});
+    backward_weights(b, down, &df, 1, ls->wide);
+    backward_input(b, plain ? MODEL_UP : MODEL_GATE, ls->normed, DEVICE_SET, input);
+    if (!plain)
+        backward_input(b, MODEL_UP, ls->normed, DEVICE_ADD, slot->up);
+    struct norm post = post_norm(b);
+    norm_backward(b, &post, dx, ls->normed, dx, ls->normed);
+    compute_t *const dy[] = {input, slot->up};
+    backward_weights(b, plain ? alone : both, dy, plain ? 1 : 2, ls->normed);
+}
+
+/* dq, dk: of what rope gave -> of what the linears gave */
+static void heads_backward(const struct block *b, const int32_t *position, compute_t *dq,
+                           compute_t *dk)
+{
+    const struct layers_slot *slot = b->slot;
+    rope(b, position, DEVICE_BACKWARD, dq, dk);
+    if (!b->config->qk_norm)
+        return;
+    struct norm q = norm_of_heads(b, MODEL_Q_NORM, b->config->n_heads, slot->q_raw, slot->rstd_q);
+    struct norm k =
+        norm_of_heads(b, MODEL_K_NORM, b->config->n_kv_heads, slot->k_raw, slot->rstd_k);
+    norm_backward(b, &q, dq, dq, NULL, NULL);
+    norm_backward(b, &k, dk, dk, NULL, NULL);
 }
 
 /* dx: of the middle -> of x */
 static void attention_backward(const struct block *b, const struct layers_batch *batch,
                                const compute_t *x, compute_t *dx)
 {
+    static const enum model_role out[] = {MODEL_O}, three[] = {MODEL_Q, MODEL_K, MODEL_V};
     const struct layers *ls = b->layers;
     const struct layers_slot *slot = b->slot;
-    uint64_t hidden = b->config->hidden_size;
     compute_t *dout = ls->wide;
     compute_t *dq = device_at(b->device, dout, b->rows * ls->query_size);
     compute_t *dk = device_at(b->device, dq, b->rows * ls->query_size);
     compute_t *dv = device_at(b->device, dk, b->rows * ls->key_size);
-    b->ops->linear_backward_input(b->device, dout, DEVICE_SET, dx, weight(b, MODEL_O),
-                                  linear(b, ls->query_size, hidden));
-    struct device_weight_gradient out = {.dw = gradient(b, MODEL_O), .dy = dx, .out = hidden};
-    b->ops->linear_backward_weight(b->device, &out, 1, slot->attended, b->rows, ls->query_size);
+    compute_t *da = branch_of(b, attention_out_norm, dx);
+    backward_input(b, MODEL_O, dout, DEVICE_SET, da);
+    backward_weights(b, out, &da, 1, slot->attended);
     b->ops->attention_backward(
         b->device,
         &(struct device_attention_backward){.dq = dq,
@@ -220,19 +403,15 @@ static void attention_backward(const struct block *b, const struct layers_batch 
                                             .k = slot->k,
                                             .v = slot->v,
                                             .scratch = ls->attention_scratch},
-        layers_attention(ls, batch));
-    rope(b, batch->position, DEVICE_BACKWARD, dq, dk);
-    struct device_linear query = linear(b, hidden, ls->query_size);
-    struct device_linear key = linear(b, hidden, ls->key_size);
-    b->ops->linear_backward_input(b->device, ls->normed, DEVICE_SET, dq, weight(b, MODEL_Q), query);
-    b->ops->linear_backward_input(b->device, ls->normed, DEVICE_ADD, dk, weight(b, MODEL_K), key);
-    b->ops->linear_backward_input(b->device, ls->normed, DEVICE_ADD, dv, weight(b, MODEL_V), key);
-    norm_backward(b, MODEL_INPUT_NORM, x, slot->rstd_input, dx);
-    struct device_weight_gradient three[] = {
-        {.dw = gradient(b, MODEL_Q), .dy = dq, .out = ls->query_size},
-        {.dw = gradient(b, MODEL_K), .dy = dk, .out = ls->key_size},
-        {.dw = gradient(b, MODEL_V), .dy = dv, .out = ls->key_size}};
-    b->ops->linear_backward_weight(b->device, three, 3, ls->normed, b->rows, hidden);
+        layers_attention(ls, batch, b->layer));
+    heads_backward(b, batch->position, dq, dk);
+    backward_input(b, MODEL_Q, ls->normed, DEVICE_SET, dq);
+    backward_input(b, MODEL_K, ls->normed, DEVICE_ADD, dk);
+    backward_input(b, MODEL_V, ls->normed, DEVICE_ADD, dv);
+    struct norm input = norm_of_rows(b, MODEL_INPUT_NORM, x, slot->rstd_input);
+    norm_backward(b, &input, dx, ls->normed, dx, ls->normed);
+    compute_t *const dy[] = {dq, dk, dv};
+    backward_weights(b, three, dy, 3, ls->normed);
 }
 
 void layers_block_backward(struct layers *layers, uint64_t layer, const compute_t *weights,
@@ -248,6 +427,8 @@ void layers_block_backward(struct layers *layers, uint64_t layer, const compute_
     attention_backward(&b, batch, x_in, dx);
 }
 
+/* ---- decoding ---- */
+
 void layers_block_decode(struct layers *layers, uint64_t layer, const compute_t *weights,
                          const struct layers_decode *rows, compute_t *x, compute_t *cache_k,
                          compute_t *cache_v)
@@ -256,6 +437,8 @@ void layers_block_decode(struct layers *layers, uint64_t layer, const compute_t 
     struct block b = block_of(layers, layer, weights, LAYERS_NO_SLOT);
     b.rows = rows->rows;
     struct layers_slot *slot = b.slot;
+    struct layers_batch none = {0};
+    struct device_attention attention = layers_attention(layers, &none, layer);
     project(&b, x, rows->position);
     b.ops->attention_decode(b.device,
                             &(struct device_decode_arrays){.out = slot->attended,
@@ -266,12 +449,14 @@ void layers_block_decode(struct layers *layers, uint64_t layer, const compute_t 
                                                            .v = slot->v},
                             (struct device_decode){.rows = rows->rows,
                                                    .context = rows->context,
-                                                   .query_heads = b.config->n_heads,
-                                                   .key_heads = b.config->n_kv_heads,
-                                                   .head_dim = b.config->head_dim,
-                                                   .scale = layers->scale,
+                                                   .query_heads = attention.query_heads,
+                                                   .key_heads = attention.key_heads,
+                                                   .head_dim = attention.head_dim,
+                                                   .scale = attention.scale,
                                                    .sequence = rows->sequence,
-                                                   .position = rows->position});
+                                                   .position = rows->position,
+                                                   .window = attention.window,
+                                                   .softcap = attention.softcap});
     widen(&b, x);
-    narrow(&b, x);
+    finish(&b, x);
 }

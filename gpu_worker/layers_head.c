@@ -5,36 +5,46 @@
 #include "gpu_worker/layers_internal.h"
 #include "procs/check.h"
 
+/* Rows to look up. */
+static struct device_embedding lookup(const struct layers *layers, uint64_t rows,
+                                      const int32_t *tokens, const int32_t *position)
+{
+    const struct model_config *config = &layers->layout->config;
+    int learned = config->positions == MODEL_POSITIONS_LEARNED;
+    return (struct device_embedding){.rows = rows,
+                                     .width = config->hidden_size,
+                                     .tokens = tokens,
+                                     .positions = learned ? position : NULL,
+                                     .scale = (float)config->embedding_scale,
+                                     .skipped_token = config->pad_token_id};
+}
+
 void layers_embedding_forward(struct layers *layers, const compute_t *weights,
                               const struct layers_batch *batch, compute_t *x_out)
 {
+    struct device_embedding rows = lookup(layers, layers->rows, batch->tokens, batch->position);
     layers->device->ops->embedding_forward(
-        layers->device, x_out, layers_weight(layers, weights, 0, MODEL_EMBED), NULL,
-        &(struct device_embedding){.rows = layers->rows,
-                                   .width = layers->layout->config.hidden_size,
-                                   .tokens = batch->tokens});
+        layers->device, x_out, layers_weight(layers, weights, 0, MODEL_EMBED),
+        layers_weight(layers, weights, 0, MODEL_POSITIONS), &rows);
 }
 
 void layers_embedding_backward(struct layers *layers, float *gradients,
                                const struct layers_batch *batch, const compute_t *dx)
 {
+    struct device_embedding rows = lookup(layers, layers->rows, batch->tokens, batch->position);
     layers->device->ops->embedding_backward(
-        layers->device, layers_gradient(layers, gradients, 0, MODEL_EMBED), NULL, dx,
-        &(struct device_embedding){.rows = layers->rows,
-                                   .width = layers->layout->config.hidden_size,
-                                   .tokens = batch->tokens,
-                                   .skipped_token = layers->layout->config.pad_token_id});
+        layers->device, layers_gradient(layers, gradients, 0, MODEL_EMBED),
+        layers_gradient(layers, gradients, 0, MODEL_POSITIONS), dx, &rows);
 }
 
 void layers_embedding_decode(struct layers *layers, const compute_t *weights,
-                             const struct layers_decode *rows, compute_t *x)
+                             const struct layers_decode *decode, compute_t *x)
 {
-    CHECK(rows->rows <= layers->rows);
+    CHECK(decode->rows <= layers->rows);
+    struct device_embedding rows = lookup(layers, decode->rows, decode->tokens, decode->position);
     layers->device->ops->embedding_forward(
-        layers->device, x, layers_weight(layers, weights, 0, MODEL_EMBED), NULL,
-        &(struct device_embedding){.rows = rows->rows,
-                                   .width = layers->layout->config.hidden_size,
-                                   .tokens = rows->tokens});
+        layers->device, x, layers_weight(layers, weights, 0, MODEL_EMBED),
+        layers_weight(layers, weights, 0, MODEL_POSITIONS), &rows);
 }
 
 /* Some rows of a microbatch on their way through the head. */
@@ -68,15 +78,19 @@ static struct chunk chunk_logits(struct layers *layers, const struct layers_head
                       .normed = layers->normed};
     device->ops->norm_forward(
         device,
-        &(struct device_norm_forward){.norm = DEVICE_RMSNORM,
-                                      .epsilon = (float)config->rms_norm_eps,
+        &(struct device_norm_forward){.norm = layers->norm,
+                                      .epsilon = (float)config->norm_eps,
                                       .rows = c.rows,
                                       .width = hidden,
                                       .y = c.normed,
                                       .rstd = layers->slots[layers->shape.saved_slots].rstd_post,
                                       .x = c.x,
-                                      .w = head->norm});
+                                      .w = head->norm,
+                                      .bias = head->norm_bias});
     device->ops->head_forward(device, logits, c.normed, head->matrix, chunk_linear(&c));
+    if (config->final_softcap > 0)
+        device->ops->softcap(device, logits, (float)config->final_softcap,
+                             c.rows * config->vocab_size);
     return c;
 }
 
@@ -86,7 +100,8 @@ static void chunk_loss(const struct chunk *c, const struct layers_batch *batch, 
     struct layers *layers = c->layers;
     struct device_cross_entropy shape = {.rows = c->rows,
                                          .vocabulary = layers->layout->config.vocab_size,
-                                         .scale = (float)loss_scale};
+                                         .scale = (float)loss_scale,
+                                         .softcap = (float)layers->layout->config.final_softcap};
     layers->device->ops->cross_entropy(layers->device, layers->row_loss + c->start, layers->logits,
                                        batch->labels + c->start, shape, loss);
 }
@@ -104,12 +119,14 @@ static void chunk_backward(const struct chunk *c, compute_t *dx)
                                       chunk_linear(c));
     device->ops->norm_backward(
         device,
-        &(struct device_norm_backward){.norm = DEVICE_RMSNORM,
+        &(struct device_norm_backward){.norm = layers->norm,
                                        .dx = device_at(device, dx, c->start * hidden),
                                        .dw = head->norm_gradient,
+                                       .dbias = head->norm_bias_gradient,
                                        .dy = dnormed,
                                        .x = c->x,
                                        .w = head->norm,
+                                       .bias = head->norm_bias,
                                        .rstd = layers->slots[layers->shape.saved_slots].rstd_post,
                                        .scratch = layers->norm_scratch,
                                        .rows = c->rows,

@@ -7,34 +7,34 @@
 static const float two_pi = 6.283185307179586f;
 
 /* Llama 3.1: long wavelengths are divided by the factor, short ones kept, blended between. */
-static float scale_llama3(const struct model_config *config, float frequency)
+static float scale_llama3(const struct model_rope *rope, float frequency)
 {
-    double original = (double)config->rope_original_max_position;
-    float low = (float)config->rope_low_freq_factor, high = (float)config->rope_high_freq_factor;
-    float factor = (float)config->rope_factor;
+    double original = (double)rope->original_max_position;
+    float low = (float)rope->low_freq_factor, high = (float)rope->high_freq_factor;
+    float factor = (float)rope->factor;
     float wavelength = two_pi / frequency;
-    if (wavelength < (float)(original / config->rope_high_freq_factor))
+    if (wavelength < (float)(original / rope->high_freq_factor))
         return frequency;
-    if (wavelength > (float)(original / config->rope_low_freq_factor))
+    if (wavelength > (float)(original / rope->low_freq_factor))
         return frequency / factor;
     float smooth = ((float)original / wavelength - low) / (high - low);
     return (1.0f - smooth) * frequency / factor + smooth * frequency;
 }
 
-void rope_table_frequencies(const struct model_config *config, float *frequency)
+void rope_table_frequencies(const struct model_rope *rope, uint64_t dim, float *frequency)
 {
-    for (uint64_t i = 0; i < config->head_dim / 2; i++) {
-        float exponent = (float)(2 * i) / (float)config->head_dim;
-        float power = (float)scalar_exp((double)exponent * scalar_log(config->rope_theta));
+    for (uint64_t i = 0; i < dim / 2; i++) {
+        float exponent = (float)(2 * i) / (float)dim;
+        float power = (float)scalar_exp((double)exponent * scalar_log(rope->theta));
         float f = 1.0f / power;
-        switch (config->rope_scaling) {
+        switch ((enum model_rope_scaling)rope->scaling) {
         case ROPE_SCALING_NONE:
             break;
         case ROPE_SCALING_LINEAR:
-            f = f / (float)config->rope_factor;
+            f = f / (float)rope->factor;
             break;
         case ROPE_SCALING_LLAMA3:
-            f = scale_llama3(config, f);
+            f = scale_llama3(rope, f);
             break;
         }
         frequency[i] = f;

@@ -144,13 +144,16 @@ void gpu_head(const struct gpu *g, struct layers_head *head)
     const struct model_layout *layout = &g->w->layout;
     uint32_t last = layout->n_layers - 1;
     const struct model_tensor *norm = model_layer_tensor(layout, last, MODEL_FINAL_NORM);
+    const struct model_tensor *bias = model_layer_tensor(layout, last, MODEL_FINAL_NORM_BIAS);
     const struct model_tensor *matrix = model_layer_tensor(layout, last, MODEL_HEAD);
     const struct buffers *b = &g->buffers;
     memset(head, 0, sizeof *head);
     head->norm = device_at(g->device, b->weights[0], norm->offset);
+    head->norm_bias = bias ? device_at(g->device, b->weights[0], bias->offset) : NULL;
     head->matrix = matrix ? device_at(g->device, b->weights[0], matrix->offset) : b->weights[1];
     if (b->gradients) {
         head->norm_gradient = b->gradients + norm->offset;
+        head->norm_bias_gradient = bias ? b->gradients + bias->offset : NULL;
         head->matrix_gradient = matrix ? b->gradients + matrix->offset : b->head_share;
     }
 }

@@ -16,6 +16,7 @@
 #include "io_worker/folder.h"
 #include "model/config_dtype.h"
 #include "model/safetensors.h"
+#include "model/weights.h"
 #include "model/split.h"
 #include "procs/check.h"
 #include "procs/error.h"
@@ -146,7 +147,7 @@ static int choose_dtypes(struct export *e, const struct export_config *c)
             e->dtypes[i] = (enum model_dtype)c->dtype;
         else if (source == NULL)
             e->dtypes[i] = e->layout->config.source_dtype;
-        else if (safetensors_find(source, name, &found) == 0)
+        else if (model_find_weight(&e->layout->tensors[i], source, &found) == 0)
             e->dtypes[i] = found.dtype;
         else
             rc = error_set(ERROR_USER, "%s: tensor %s: expected, to know its dtype; found nowhere",

@@ -88,7 +88,7 @@ static int read_part(struct import *im, const struct model_part *part, const str
     const struct model_tensor *tensor = &im->layout->tensors[part->tensor];
     struct safetensors_tensor from;
     if (im->source != NULL)
-        CHECK(safetensors_find(im->source, tensor->name, &from) == 0); /* import_open checked */
+        CHECK(model_find_weight(tensor, im->source, &from) == 0); /* import_open checked */
     for (uint64_t done = 0; done < part->count;) {
         uint64_t left = part->count - done, first = part->tensor_start + done;
         uint64_t n = left < CHUNK_ELEMENTS ? left : CHUNK_ELEMENTS;

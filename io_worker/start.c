@@ -13,6 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <xxhash.h>
+
 #include "io_worker/import.h"
 #include "io_worker/io.h"
 #include "procs/check.h"
@@ -164,9 +166,11 @@ int start_store(struct io *io, int *exists)
         .progress_context = io,
     };
     memcpy(options.run, plan->run_uuid, sizeof options.run);
-    (void)snprintf(options.model, sizeof options.model, "llama %llux%llu vocabulary %llu",
-                   (unsigned long long)m->n_layers, (unsigned long long)m->hidden_size,
-                   (unsigned long long)m->vocab_size);
+    /* the number tells configurations of one shape apart, in a refusal's text */
+    (void)snprintf(options.model, sizeof options.model, "%s %llux%llu vocabulary %llu config %08x",
+                   model_config_family(m), (unsigned long long)m->n_layers,
+                   (unsigned long long)m->hidden_size, (unsigned long long)m->vocab_size,
+                   (unsigned)XXH3_64bits(m, MODEL_CONFIG_COMPUTED_BYTES));
     worker_progress(io->w, ACTIVITY_RECOVERING, 0, 0);
     if (store_open(&io->store, &options) < 0)
         return -(int)error_kind_now();

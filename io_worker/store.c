@@ -87,6 +87,7 @@ struct tensor_shape {
     uint64_t layer, offset, rows, cols;
 };
 
+/* Shapes, and what else of the configuration determines what is computed. */
 static struct page_digest digest_model(const struct model_layout *layout)
 {
     XXH3_state_t *state = XXH3_createState();
@@ -96,6 +97,7 @@ static struct page_digest digest_model(const struct model_layout *layout)
         struct tensor_shape shape = {t->layer, t->offset, t->rows, t->cols};
         (void)XXH3_128bits_update(state, &shape, sizeof shape); /* fails only for NULL */
     }
+    (void)XXH3_128bits_update(state, &layout->config, MODEL_CONFIG_COMPUTED_BYTES);
     XXH128_hash_t hash = XXH3_128bits_digest(state);
     (void)XXH3_freeState(state);
     return (struct page_digest){hash.low64, hash.high64};

@@ -366,6 +366,8 @@ int plan_build(struct plan **out, const struct launcher *l, const struct plan_re
     int rc = check_durability(c);
     if (rc == 0)
         rc = check_model(c, &l->layout);
+    if (rc == 0 && plan->mode == PLAN_TRAIN)
+        rc = model_config_check_training(&plan->model, c->model_path);
     if (rc == 0)
         rc = check_step_size(c);
     if (rc == 0)

@@ -9,48 +9,135 @@
 #include "procs/check.h"
 #include "procs/error.h"
 
-enum { BLOCK_TENSORS = 9 };
-
-/* One row per tensor of a decoder block, in the order of the layout. */
+/* Names of tensors, per block or of the model, in the two schemes there are. */
 static const struct {
-    enum model_role role;
-    const char *suffix;
-} block_tensors[BLOCK_TENSORS] = {
-    {MODEL_Q, "self_attn.q_proj.weight"},
-    {MODEL_K, "self_attn.k_proj.weight"},
-    {MODEL_V, "self_attn.v_proj.weight"},
-    {MODEL_O, "self_attn.o_proj.weight"},
-    {MODEL_GATE, "mlp.gate_proj.weight"},
-    {MODEL_UP, "mlp.up_proj.weight"},
-    {MODEL_DOWN, "mlp.down_proj.weight"},
-    {MODEL_INPUT_NORM, "input_layernorm.weight"},
-    {MODEL_POST_NORM, "post_attention_layernorm.weight"},
+    const char *usual; /* model.layers.N.*, or the whole name */
+    const char *gpt2;  /* transformer.h.N.*, or the whole name; NULL: GPT-2 has no such tensor */
+} names[MODEL_ROLES] = {
+    [MODEL_EMBED] = {"model.embed_tokens.weight", "transformer.wte.weight"},
+    [MODEL_POSITIONS] = {NULL, "transformer.wpe.weight"},
+    [MODEL_QKV] = {"self_attn.qkv_proj.weight", "attn.c_attn.weight"},
+    [MODEL_QKV_BIAS] = {"self_attn.qkv_proj.bias", "attn.c_attn.bias"},
+    [MODEL_Q] = {"self_attn.q_proj.weight", NULL},
+    [MODEL_Q_BIAS] = {"self_attn.q_proj.bias", NULL},
+    [MODEL_K] = {"self_attn.k_proj.weight", NULL},
+    [MODEL_K_BIAS] = {"self_attn.k_proj.bias", NULL},
+    [MODEL_V] = {"self_attn.v_proj.weight", NULL},
+    [MODEL_V_BIAS] = {"self_attn.v_proj.bias", NULL},
+    [MODEL_O] = {"self_attn.o_proj.weight", "attn.c_proj.weight"},
+    [MODEL_O_BIAS] = {"self_attn.o_proj.bias", "attn.c_proj.bias"},
+    [MODEL_Q_NORM] = {"self_attn.q_norm.weight", NULL},
+    [MODEL_K_NORM] = {"self_attn.k_norm.weight", NULL},
+    [MODEL_GATE_UP] = {"mlp.gate_up_proj.weight", NULL},
+    [MODEL_GATE] = {"mlp.gate_proj.weight", NULL},
+    [MODEL_GATE_BIAS] = {"mlp.gate_proj.bias", NULL},
+    [MODEL_UP] = {"mlp.up_proj.weight", "mlp.c_fc.weight"},
+    [MODEL_UP_BIAS] = {"mlp.up_proj.bias", "mlp.c_fc.bias"},
+    [MODEL_DOWN] = {"mlp.down_proj.weight", "mlp.c_proj.weight"},
+    [MODEL_DOWN_BIAS] = {"mlp.down_proj.bias", "mlp.c_proj.bias"},
+    [MODEL_INPUT_NORM] = {"input_layernorm.weight", "ln_1.weight"},
+    [MODEL_INPUT_NORM_BIAS] = {NULL, "ln_1.bias"},
+    /* with post_norms: pre_feedforward_layernorm, and this is the name of the one behind attention
+     */
+    [MODEL_POST_NORM] = {"post_attention_layernorm.weight", "ln_2.weight"},
+    [MODEL_POST_NORM_BIAS] = {NULL, "ln_2.bias"},
+    [MODEL_ATTENTION_OUT_NORM] = {"post_attention_layernorm.weight", NULL},
+    [MODEL_MLP_OUT_NORM] = {"post_feedforward_layernorm.weight", NULL},
+    [MODEL_FINAL_NORM] = {"model.norm.weight", "transformer.ln_f.weight"},
+    [MODEL_FINAL_NORM_BIAS] = {NULL, "transformer.ln_f.bias"},
+    [MODEL_HEAD] = {"lm_head.weight", "lm_head.weight"},
 };
+
+static const char *const base_prefixes[] = {"model.", "transformer."};
+
+static const char *role_name(const struct model_config *c, enum model_role role)
+{
+    if (role == MODEL_POST_NORM && c->post_norms)
+        return "pre_feedforward_layernorm.weight";
+    return c->architecture == MODEL_GPT2 ? names[role].gpt2 : names[role].usual;
+}
+
+/* Does the model have the tensor? What no option decides, every model has. */
+static int has_role(const struct model_config *c, enum model_role role)
+{
+    const struct {
+        enum model_role role;
+        int has;
+    } optional[] = {
+        {MODEL_POSITIONS, c->positions == MODEL_POSITIONS_LEARNED},
+        {MODEL_QKV, c->fused_qkv != 0},
+        {MODEL_QKV_BIAS, c->fused_qkv && c->qkv_bias},
+        {MODEL_Q, !c->fused_qkv},
+        {MODEL_K, !c->fused_qkv},
+        {MODEL_V, !c->fused_qkv},
+        {MODEL_Q_BIAS, !c->fused_qkv && c->qkv_bias},
+        {MODEL_K_BIAS, !c->fused_qkv && c->qkv_bias},
+        {MODEL_V_BIAS, !c->fused_qkv && c->qkv_bias},
+        {MODEL_O_BIAS, c->out_bias != 0},
+        {MODEL_Q_NORM, c->qk_norm != 0},
+        {MODEL_K_NORM, c->qk_norm != 0},
+        {MODEL_GATE_UP, !c->plain_mlp && c->fused_gate_up},
+        {MODEL_GATE, !c->plain_mlp && !c->fused_gate_up},
+        {MODEL_GATE_BIAS, !c->plain_mlp && c->mlp_bias},
+        {MODEL_UP, c->plain_mlp || !c->fused_gate_up},
+        {MODEL_UP_BIAS, c->mlp_bias != 0},
+        {MODEL_DOWN_BIAS, c->mlp_bias != 0},
+        {MODEL_INPUT_NORM_BIAS, c->norm == MODEL_NORM_LAYER},
+        {MODEL_POST_NORM_BIAS, c->norm == MODEL_NORM_LAYER},
+        {MODEL_FINAL_NORM_BIAS, c->norm == MODEL_NORM_LAYER},
+        {MODEL_ATTENTION_OUT_NORM, c->post_norms != 0},
+        {MODEL_MLP_OUT_NORM, c->post_norms != 0},
+        {MODEL_HEAD, !c->tie_word_embeddings},
+    };
+    for (size_t i = 0; i < sizeof optional / sizeof optional[0]; i++)
+        if (optional[i].role == role)
+            return optional[i].has;
+    return 1;
+}
 
 static void tensor_set_shape(struct model_tensor *t, const struct model_config *c)
 {
-    uint64_t query = c->n_heads * c->head_dim;
-    uint64_t key = c->n_kv_heads * c->head_dim;
+    uint64_t query = c->n_heads * c->head_dim, key = c->n_kv_heads * c->head_dim;
+    uint64_t hidden = c->hidden_size, inner = c->intermediate_size;
     const struct {
-        uint64_t rows, cols;
-        uint32_t dims;
-    } shapes[] = {
-        [MODEL_EMBED] = {c->vocab_size, c->hidden_size, 2},
-        [MODEL_Q] = {query, c->hidden_size, 2},
-        [MODEL_K] = {key, c->hidden_size, 2},
-        [MODEL_V] = {key, c->hidden_size, 2},
-        [MODEL_O] = {c->hidden_size, query, 2},
-        [MODEL_GATE] = {c->intermediate_size, c->hidden_size, 2},
-        [MODEL_UP] = {c->intermediate_size, c->hidden_size, 2},
-        [MODEL_DOWN] = {c->hidden_size, c->intermediate_size, 2},
-        [MODEL_INPUT_NORM] = {c->hidden_size, 1, 1},
-        [MODEL_POST_NORM] = {c->hidden_size, 1, 1},
-        [MODEL_FINAL_NORM] = {c->hidden_size, 1, 1},
-        [MODEL_HEAD] = {c->vocab_size, c->hidden_size, 2},
+        uint64_t rows, cols; /* cols 0: a vector */
+    } shapes[MODEL_ROLES] = {
+        [MODEL_EMBED] = {c->vocab_size, hidden},
+        [MODEL_POSITIONS] = {c->max_position, hidden},
+        [MODEL_QKV] = {query + 2 * key, hidden},
+        [MODEL_QKV_BIAS] = {query + 2 * key, 0},
+        [MODEL_Q] = {query, hidden},
+        [MODEL_Q_BIAS] = {query, 0},
+        [MODEL_K] = {key, hidden},
+        [MODEL_K_BIAS] = {key, 0},
+        [MODEL_V] = {key, hidden},
+        [MODEL_V_BIAS] = {key, 0},
+        [MODEL_O] = {hidden, query},
+        [MODEL_O_BIAS] = {hidden, 0},
+        [MODEL_Q_NORM] = {c->head_dim, 0},
+        [MODEL_K_NORM] = {c->head_dim, 0},
+        [MODEL_GATE_UP] = {2 * inner, hidden},
+        [MODEL_GATE] = {inner, hidden},
+        [MODEL_GATE_BIAS] = {inner, 0},
+        [MODEL_UP] = {inner, hidden},
+        [MODEL_UP_BIAS] = {inner, 0},
+        [MODEL_DOWN] = {hidden, inner},
+        [MODEL_DOWN_BIAS] = {hidden, 0},
+        [MODEL_INPUT_NORM] = {hidden, 0},
+        [MODEL_INPUT_NORM_BIAS] = {hidden, 0},
+        [MODEL_POST_NORM] = {hidden, 0},
+        [MODEL_POST_NORM_BIAS] = {hidden, 0},
+        [MODEL_ATTENTION_OUT_NORM] = {hidden, 0},
+        [MODEL_MLP_OUT_NORM] = {hidden, 0},
+        [MODEL_FINAL_NORM] = {hidden, 0},
+        [MODEL_FINAL_NORM_BIAS] = {hidden, 0},
+        [MODEL_HEAD] = {c->vocab_size, hidden},
     };
-    t->rows = shapes[t->role].rows;
-    t->cols = shapes[t->role].cols;
-    t->dims = shapes[t->role].dims;
+    uint64_t rows = shapes[t->role].rows, cols = shapes[t->role].cols;
+    int swap = c->transposed && cols && t->role >= MODEL_QKV && t->role <= MODEL_MLP_OUT_NORM;
+    t->dims = cols ? 2 : 1;
+    t->rows = swap ? cols : rows;
+    t->cols = swap ? rows : (cols ? cols : 1);
     t->elements = t->rows * t->cols;
 }
 
@@ -76,28 +163,51 @@ static void layout_begin_layer(struct model_layout *layout, enum model_layer_kin
         (struct model_layer){.kind = kind, .first_tensor = layout->n_tensors};
 }
 
-static void layout_add_named(struct model_layout *layout, enum model_role role, const char *name)
+/* Those of the roles [from, to] that the model has; block: NULL, or the block's number in text. */
+static void layout_add_roles(struct model_layout *layout, enum model_role from, enum model_role to,
+                             const char *block)
 {
-    struct model_tensor *tensor = layout_add_tensor(layout, role);
-    (void)snprintf(tensor->name, sizeof tensor->name, "%s", name); /* shorter than the field */
+    const struct model_config *c = &layout->config;
+    const char *blocks = c->architecture == MODEL_GPT2 ? "transformer.h." : "model.layers.";
+    for (int role = (int)from; role <= (int)to; role++) {
+        if (!has_role(c, (enum model_role)role))
+            continue;
+        struct model_tensor *tensor = layout_add_tensor(layout, (enum model_role)role);
+        const char *name = role_name(c, tensor->role);
+        CHECK(name != NULL);
+        (void)snprintf(tensor->name, sizeof tensor->name, "%s%s%s%s", block ? blocks : "",
+                       block ? block : "", block ? "." : "", name); /* fits: 20 digits at most */
+    }
 }
 
 static void layout_add_layers(struct model_layout *layout)
 {
     layout_begin_layer(layout, LAYER_EMBEDDING);
-    layout_add_named(layout, MODEL_EMBED, "model.embed_tokens.weight");
+    layout_add_roles(layout, MODEL_EMBED, MODEL_POSITIONS, NULL);
     for (uint64_t b = 0; b < layout->config.n_layers; b++) {
+        char number[24];
+        (void)snprintf(number, sizeof number, "%" PRIu64, b);
         layout_begin_layer(layout, LAYER_BLOCK);
-        for (int i = 0; i < BLOCK_TENSORS; i++) {
-            struct model_tensor *tensor = layout_add_tensor(layout, block_tensors[i].role);
-            (void)snprintf(tensor->name, sizeof tensor->name, "model.layers.%" PRIu64 ".%s", b,
-                           block_tensors[i].suffix); /* 20 digits at most: fits */
-        }
+        layout_add_roles(layout, MODEL_QKV, MODEL_MLP_OUT_NORM, number);
     }
     layout_begin_layer(layout, LAYER_HEAD);
-    layout_add_named(layout, MODEL_FINAL_NORM, "model.norm.weight");
-    if (!layout->config.tie_word_embeddings)
-        layout_add_named(layout, MODEL_HEAD, "lm_head.weight");
+    layout_add_roles(layout, MODEL_FINAL_NORM, MODEL_HEAD, NULL);
+}
+
+/* The tensors that layout_add_layers() will add. */
+static uint64_t layout_count_tensors(const struct model_config *c)
+{
+    uint64_t per_block = 0, others = 0;
+    for (int role = 0; role < MODEL_ROLES; role++) {
+        if (!has_role(c, (enum model_role)role))
+            continue;
+        if (role >= MODEL_QKV && role <= MODEL_MLP_OUT_NORM)
+            per_block++;
+        else
+            others++;
+    }
+    CHECK(per_block <= MODEL_LAYER_TENSORS_MAX);
+    return c->n_layers * per_block + others;
 }
 
 /* Numbers the pages of each layer. */
@@ -160,7 +270,7 @@ static void layout_sort_names(struct model_layout *layout)
 static int layout_build(struct model_layout *layout)
 {
     uint64_t n_layers = layout->config.n_layers + 2;
-    uint64_t n_tensors = layout->config.n_layers * BLOCK_TENSORS + 3;
+    uint64_t n_tensors = layout_count_tensors(&layout->config);
     CHECK(n_tensors <= UINT32_MAX); /* model_config_load() bounds n_layers far below */
     layout->layers = calloc(n_layers, sizeof *layout->layers);
     layout->tensors = calloc(n_tensors, sizeof *layout->tensors);
@@ -226,6 +336,58 @@ const struct model_tensor *model_layer_tensor(const struct model_layout *layout,
     return NULL;
 }
 
+/* The fused tensor that may hold the role, and the parts of it before this one. */
+static enum model_role fused_role(const struct model_config *c, enum model_role role,
+                                  uint64_t *before)
+{
+    uint64_t query = c->n_heads * c->head_dim, key = c->n_kv_heads * c->head_dim;
+    const struct {
+        enum model_role role, fused;
+        uint64_t before;
+    } parts[] = {
+        {MODEL_Q, MODEL_QKV, 0},
+        {MODEL_K, MODEL_QKV, query},
+        {MODEL_V, MODEL_QKV, query + key},
+        {MODEL_Q_BIAS, MODEL_QKV_BIAS, 0},
+        {MODEL_K_BIAS, MODEL_QKV_BIAS, query},
+        {MODEL_V_BIAS, MODEL_QKV_BIAS, query + key},
+        {MODEL_GATE, MODEL_GATE_UP, 0},
+        {MODEL_UP, MODEL_GATE_UP, c->intermediate_size},
+    };
+    *before = 0;
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
+        if (parts[i].role == role) {
+            *before = parts[i].before;
+            return parts[i].fused;
+        }
+    return role;
+}
+
+struct model_slice model_layer_slice(const struct model_layout *layout, uint32_t layer,
+                                     enum model_role role)
+{
+    uint64_t before = 0;
+    const struct model_tensor *tensor = model_layer_tensor(layout, layer, role);
+    if (tensor == NULL)
+        tensor = model_layer_tensor(layout, layer, fused_role(&layout->config, role, &before));
+    if (tensor == NULL)
+        return (struct model_slice){0};
+    int columns = layout->config.transposed && tensor->dims == 2;
+    return (struct model_slice){.tensor = tensor,
+                                .offset = tensor->offset + before * (columns ? 1 : tensor->cols),
+                                .stride = tensor->cols};
+}
+
+const char *model_tensor_base_name(const struct model_tensor *tensor)
+{
+    for (size_t i = 0; i < sizeof base_prefixes / sizeof base_prefixes[0]; i++) {
+        size_t n = strlen(base_prefixes[i]);
+        if (strncmp(tensor->name, base_prefixes[i], n) == 0)
+            return tensor->name + n;
+    }
+    return NULL;
+}
+
 static uint64_t min_u64(uint64_t a, uint64_t b)
 {
     return a < b ? a : b;
@@ -256,9 +418,6 @@ uint32_t model_page_parts(const struct model_layout *layout, const struct model_
     }
     return n;
 }
-
-_Static_assert((int)BLOCK_TENSORS <= (int)MODEL_LAYER_TENSORS_MAX,
-               "model_page_parts() fills at most one part per tensor");
 
 int model_tensor_is_exempt(const struct model_tensor *tensor, const char *const *patterns,
                            uint32_t n_patterns)

@@ -14,8 +14,7 @@
  *
  * Layer 0 is the embedding, 1..n are the blocks, n+1 is the head (final norm, and lm_head unless
  * it is tied to the embedding: then its visits name the embedding's pages).
- * Within a block the tensors are in the order of transformers' state_dict: q, k, v, o, gate, up,
- * down, input norm, post-attention norm.
+ * Within a block the tensors are, as far as the model has them, in the order of enum model_role.
  */
 #ifndef MODEL_LAYOUT_H
 #define MODEL_LAYOUT_H
@@ -27,28 +26,52 @@
 enum {
     MODEL_BLOCK_ELEMENTS = 4096, /* alignment of tensors; unit of the gradient norm and of decay */
     MODEL_TENSOR_NAME_BYTES = 128, /* with the terminating zero */
-    MODEL_LAYER_TENSORS_MAX = 16,  /* a Llama block has 9 */
+    MODEL_LAYER_TENSORS_MAX = 24,  /* a Llama block has 9, with all biases 16; Gemma 3's 17 */
 };
 
 #define MODEL_PAGE_ELEMENTS_DEFAULT ((uint64_t)4 << 20)
 #define MODEL_PAGE_ELEMENTS_MAX     ((uint64_t)1 << 30)
 
+/*
+ * What a tensor is for. Shapes are those of torch.nn.Linear, (out, in); with config.transposed the
+ * matrices of blocks are (in, out). Q = n_heads * head_dim, K = n_kv_heads * head_dim, C =
+ * hidden_size, F = intermediate_size.
+ */
 enum model_role {
-    MODEL_EMBED,      /* (vocab_size, hidden_size) */
-    MODEL_Q,          /* (n_heads * head_dim, hidden_size) */
-    MODEL_K,          /* (n_kv_heads * head_dim, hidden_size) */
-    MODEL_V,          /* (n_kv_heads * head_dim, hidden_size) */
-    MODEL_O,          /* (hidden_size, n_heads * head_dim) */
-    MODEL_GATE,       /* (intermediate_size, hidden_size) */
-    MODEL_UP,         /* (intermediate_size, hidden_size) */
-    MODEL_DOWN,       /* (hidden_size, intermediate_size) */
-    MODEL_INPUT_NORM, /* (hidden_size) */
-    MODEL_POST_NORM,  /* (hidden_size) */
-    MODEL_FINAL_NORM, /* (hidden_size) */
-    MODEL_HEAD,       /* (vocab_size, hidden_size) */
+    MODEL_EMBED,              /* (vocab_size, C) */
+    MODEL_POSITIONS,          /* (max_position, C) */
+    MODEL_QKV,                /* (Q + 2 K, C): the rows of q, then of k, then of v */
+    MODEL_QKV_BIAS,           /* (Q + 2 K) */
+    MODEL_Q,                  /* (Q, C) */
+    MODEL_Q_BIAS,             /* (Q) */
+    MODEL_K,                  /* (K, C) */
+    MODEL_K_BIAS,             /* (K) */
+    MODEL_V,                  /* (K, C) */
+    MODEL_V_BIAS,             /* (K) */
+    MODEL_O,                  /* (C, Q) */
+    MODEL_O_BIAS,             /* (C) */
+    MODEL_Q_NORM,             /* (head_dim) */
+    MODEL_K_NORM,             /* (head_dim) */
+    MODEL_GATE_UP,            /* (2 F, C): the rows of gate, then of up */
+    MODEL_GATE,               /* (F, C) */
+    MODEL_GATE_BIAS,          /* (F) */
+    MODEL_UP,                 /* (F, C) */
+    MODEL_UP_BIAS,            /* (F) */
+    MODEL_DOWN,               /* (C, F) */
+    MODEL_DOWN_BIAS,          /* (C) */
+    MODEL_INPUT_NORM,         /* (C), before attention */
+    MODEL_INPUT_NORM_BIAS,    /* (C) */
+    MODEL_POST_NORM,          /* (C), after attention: before the MLP */
+    MODEL_POST_NORM_BIAS,     /* (C) */
+    MODEL_ATTENTION_OUT_NORM, /* (C), of what attention adds (config.post_norms) */
+    MODEL_MLP_OUT_NORM,       /* (C), of what the MLP adds */
+    MODEL_FINAL_NORM,         /* (C) */
+    MODEL_FINAL_NORM_BIAS,    /* (C) */
+    MODEL_HEAD,               /* (vocab_size, C) */
+    MODEL_ROLES,
 };
 
-/* Row-major, y = x W^T as torch.nn.Linear: rows are outputs, cols are inputs. */
+/* Row-major. */
 struct model_tensor {
     char name[MODEL_TENSOR_NAME_BYTES]; /* as in the Hugging Face state_dict */
     uint32_t layer;
@@ -107,6 +130,24 @@ const struct model_tensor *model_layout_find(const struct model_layout *layout, 
 /* The tensor of that role in that layer, or NULL. A tied model has no MODEL_HEAD anywhere. */
 const struct model_tensor *model_layer_tensor(const struct model_layout *layout, uint32_t layer,
                                               enum model_role role);
+
+/* Where a weight lies that may be a part of a fused tensor. */
+struct model_slice {
+    const struct model_tensor *tensor; /* NULL: the model has no such weight */
+    uint64_t offset;                   /* elements from the start of the layer */
+    uint64_t stride;                   /* elements from one row to the next */
+};
+
+/* Like model_layer_tensor(), but MODEL_Q, K, V and their biases, MODEL_GATE and UP are found inside
+ * MODEL_QKV and MODEL_GATE_UP too: some rows of the matrix, or with config.transposed columns. */
+struct model_slice model_layer_slice(const struct model_layout *layout, uint32_t layer,
+                                     enum model_role role);
+
+/*
+ * The name without what transformers' base class puts before it ("model.", "transformer."), as
+ * checkpoints saved from the base class have it; NULL when the name has no such prefix.
+ */
+const char *model_tensor_base_name(const struct model_tensor *tensor);
 
 /* A run of `count` elements that page and tensor have in common. */
 struct model_part {

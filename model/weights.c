@@ -2,6 +2,7 @@
 
 #include <fnmatch.h>
 #include <inttypes.h>
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -42,10 +43,18 @@ static int refuse_shape(const struct safetensors *st, const struct model_tensor 
     return error_hint("config.json and the weights belong to different models");
 }
 
+int model_find_weight(const struct model_tensor *tensor, const struct safetensors *st,
+                      struct safetensors_tensor *found)
+{
+    const char *base = model_tensor_base_name(tensor);
+    int rc = safetensors_find(st, tensor->name, found);
+    return rc < 0 && base ? safetensors_find(st, base, found) : rc;
+}
+
 static int check_present(const struct model_tensor *tensor, const struct safetensors *st)
 {
     struct safetensors_tensor found;
-    if (safetensors_find(st, tensor->name, &found) < 0) {
+    if (model_find_weight(tensor, st, &found) < 0) {
         error_set(ERROR_USER, "%s: tensor %s: expected in the weights, found nowhere",
                   safetensors_file_path(st, 0), tensor->name);
         if (tensor->role == MODEL_HEAD)
@@ -62,12 +71,33 @@ static int check_present(const struct model_tensor *tensor, const struct safeten
     return 0;
 }
 
-/* Tensors that transformers leaves aside when it loads a Llama. */
+/* Tensors that transformers leaves aside when it loads a model. */
 static int is_ignored(const struct model_layout *layout, const char *name)
 {
-    if (fnmatch("*.rotary_emb.inv_freq", name, 0) == 0)
-        return 1;
+    static const char *const buffers[] = {"*.rotary_emb.inv_freq", "*.attn.bias",
+                                          "*.attn.masked_bias"};
+    for (size_t i = 0; i < sizeof buffers / sizeof buffers[0]; i++)
+        if (fnmatch(buffers[i], name, 0) == 0)
+            return 1;
     return layout->config.tie_word_embeddings && strcmp(name, "lm_head.weight") == 0;
+}
+
+/* Is it what model_find_weight() finds for a tensor? The name of the base class counts only where
+ * the full one is absent. */
+static int is_wanted(const struct model_layout *layout, const struct safetensors *st,
+                     const char *name)
+{
+    struct safetensors_tensor found;
+    char full[MODEL_TENSOR_NAME_BYTES];
+    const char *first = layout->tensors[0].name,
+               *base = model_tensor_base_name(&layout->tensors[0]);
+    if (model_layout_find(layout, name))
+        return 1;
+    if (!base)
+        return 0;
+    int n = snprintf(full, sizeof full, "%.*s%s", (int)(base - first), first, name);
+    return n > 0 && (size_t)n < sizeof full && model_layout_find(layout, full) &&
+           safetensors_find(st, full, &found) < 0;
 }
 
 int model_check_weights(const struct model_layout *layout, const struct safetensors *st)
@@ -79,7 +109,7 @@ int model_check_weights(const struct model_layout *layout, const struct safetens
     }
     for (uint64_t i = 0; i < safetensors_n_tensors(st); i++) {
         const struct safetensors_tensor *t = safetensors_tensor_at(st, i);
-        if (model_layout_find(layout, t->name) || is_ignored(layout, t->name))
+        if (is_wanted(layout, st, t->name) || is_ignored(layout, t->name))
             continue;
         error_set(ERROR_USER, "%s: tensor %s: expected no such tensor in this model",
                   safetensors_file_path(st, t->file), t->name);
@@ -88,16 +118,36 @@ int model_check_weights(const struct model_layout *layout, const struct safetens
     return 0;
 }
 
+/* What the vectors of a model begin with. */
+static float vector_start(const struct model_layout *layout, enum model_role role)
+{
+    switch (role) {
+    case MODEL_Q_NORM:
+    case MODEL_K_NORM:
+    case MODEL_INPUT_NORM:
+    case MODEL_POST_NORM:
+    case MODEL_ATTENTION_OUT_NORM:
+    case MODEL_MLP_OUT_NORM:
+    case MODEL_FINAL_NORM:
+        return layout->config.norm == MODEL_NORM_RMS_PLUS_ONE ? 0.0f : 1.0f;
+    default:
+        return 0.0f; /* biases */
+    }
+}
+
 void model_init_random(const struct model_layout *layout, const struct model_tensor *tensor,
                        uint64_t seed, uint64_t first, uint64_t count, float *out)
 {
+    const struct model_config *c = &layout->config;
     CHECK(first <= tensor->elements && count <= tensor->elements - first);
-    if (tensor->dims == 1) { /* in a Llama these are the norms */
+    if (tensor->dims == 1) {
         for (uint64_t i = 0; i < count; i++)
-            out[i] = 1.0f;
+            out[i] = vector_start(layout, tensor->role);
         return;
     }
     struct random_key key = {.seed = seed, .purpose = RANDOM_INIT_WEIGHTS, .layer = tensor->layer};
-    random_normal_fill(key, tensor->offset + first, count, out,
-                       (float)layout->config.initializer_range);
+    double deviation = c->initializer_range;
+    if (c->scaled_init && (tensor->role == MODEL_O || tensor->role == MODEL_DOWN))
+        deviation /= sqrt(2.0 * (double)c->n_layers);
+    random_normal_fill(key, tensor->offset + first, count, out, (float)deviation);
 }

@@ -12,22 +12,35 @@
 
 enum { PAGES_MAX = 1 << 16 }; /* a layout of more is right, and slow */
 
+static void rope_is_sound(const struct model_rope *r)
+{
+    REQUIRE(isfinite(r->theta) && r->theta > 0 && isfinite(r->factor) && r->factor >= 1);
+    if (r->scaling == ROPE_SCALING_LLAMA3)
+        REQUIRE(r->high_freq_factor > r->low_freq_factor && r->low_freq_factor > 0 &&
+                r->original_max_position > 0);
+}
+
 static void config_is_sound(const struct model_config *c)
 {
     REQUIRE(c->vocab_size > 0 && c->hidden_size > 0 && c->intermediate_size > 0);
     REQUIRE(c->n_layers > 0 && c->n_heads > 0 && c->n_kv_heads > 0 && c->max_position > 0);
     REQUIRE(c->n_heads % c->n_kv_heads == 0 && c->head_dim > 0 && c->head_dim % 2 == 0);
-    REQUIRE(isfinite(c->rms_norm_eps) && isfinite(c->rope_theta) && isfinite(c->rope_factor));
-    REQUIRE(c->rms_norm_eps > 0 && c->rope_theta > 0 && c->rope_factor >= 1);
-    REQUIRE(isfinite(c->initializer_range) && c->tie_word_embeddings <= 1 && c->reserved == 0);
+    REQUIRE(isfinite(c->norm_eps) && c->norm_eps > 0);
+    REQUIRE(c->rope_dim % 2 == 0 && c->rope_dim <= c->head_dim);
+    REQUIRE(isfinite(c->attention_scalar) && c->attention_scalar >= 0);
+    REQUIRE(isfinite(c->attention_softcap) && isfinite(c->final_softcap));
+    REQUIRE(c->dropout >= 0 && c->dropout <= 1);
+    for (uint64_t b = 0; b < c->n_layers; b++)
+        REQUIRE(model_config_reach(c, b) == MODEL_REACH_FULL || model_config_window(c, b) > 0);
+    REQUIRE(isfinite(c->initializer_range) && c->tie_word_embeddings <= 1 && c->reserved == 0 &&
+            c->reserved_end == 0);
     REQUIRE(c->n_eos <= MODEL_EOS_TOKENS_MAX);
     for (uint32_t i = 0; i < c->n_eos; i++)
         REQUIRE(c->eos_token_id[i] >= 0 && (uint64_t)c->eos_token_id[i] < c->vocab_size);
     REQUIRE(c->bos_token_id >= -1 && c->bos_token_id < (int64_t)c->vocab_size);
     REQUIRE(c->pad_token_id >= -1 && c->pad_token_id < (int64_t)c->vocab_size);
-    if (c->rope_scaling == ROPE_SCALING_LLAMA3)
-        REQUIRE(c->rope_high_freq_factor > c->rope_low_freq_factor && c->rope_low_freq_factor > 0 &&
-                c->rope_original_max_position > 0);
+    for (int reach = 0; c->rope_dim && reach < MODEL_REACHES; reach++)
+        rope_is_sound(&c->rope[reach]);
 }
 
 static void layout_is_sound(const struct model_layout *layout)

@@ -49,21 +49,21 @@ struct fixture {
 
 static inline struct model_config fixture_config(void)
 {
-    struct model_config config = {.vocab_size = 300,
-                                  .hidden_size = 32,
-                                  .intermediate_size = 160,
-                                  .n_layers = 2,
-                                  .n_heads = 4,
-                                  .n_kv_heads = 2,
-                                  .head_dim = 8,
-                                  .max_position = 64,
-                                  .rms_norm_eps = 1e-5,
-                                  .rope_theta = 10000,
-                                  .initializer_range = 0.02,
-                                  .tie_word_embeddings = 1,
-                                  .rope_factor = 1,
-                                  .bos_token_id = -1,
-                                  .pad_token_id = -1};
+    struct model_config config = {
+        .vocab_size = 300,
+        .hidden_size = 32,
+        .intermediate_size = 160,
+        .n_layers = 2,
+        .n_heads = 4,
+        .n_kv_heads = 2,
+        .head_dim = 8,
+        .max_position = 64,
+        .norm_eps = 1e-5,
+        .rope = {{.theta = 10000, .factor = 1}, {.theta = 10000, .factor = 1}},
+        .initializer_range = 0.02,
+        .tie_word_embeddings = 1,
+        .bos_token_id = -1,
+        .pad_token_id = -1};
     return config;
 }
 

@@ -140,21 +140,29 @@ static void scalar_functions_match_libm(void **state)
     }
 }
 
+static void check_frequencies(struct fixture *f, const char *key, enum model_reach reach)
+{
+    uint64_t half = f->layout.config.rope_dim / 2;
+    float *expected = fixture_floats(f, key, half), *found = fixture_memory(half * 4);
+    rope_table_frequencies(&f->layout.config.rope[reach], f->layout.config.rope_dim, found);
+    for (uint64_t j = 0; j < half; j++)
+        assert_true(ulps(found[j], (double)expected[j]) <= 2);
+    free(expected);
+    free(found);
+}
+
 /* transformers takes f32 powers to about 1 ulp */
 static void rope_frequencies_are_those_of_transformers(void **state)
 {
     (void)state;
-    static const char *const cases[] = {"llama_tied_packed", "llama_untied_packed"};
-    for (int i = 0; i < 2; i++) {
+    static const char *const cases[] = {"llama_tied_packed", "llama_untied_packed",
+                                        "phi3_untied_packed", "gemma3_tied_packed"};
+    for (int i = 0; i < 4; i++) {
         struct fixture f;
         fixture_open(&f, cases[i], (struct fixture_options){DEVICE_F32, 1, FIXTURE_RECOMPUTED, 1});
-        uint64_t half = f.layout.config.head_dim / 2;
-        float *expected = fixture_floats(&f, "inv_freq", half), *found = fixture_memory(half * 4);
-        rope_table_frequencies(&f.layout.config, found);
-        for (uint64_t j = 0; j < half; j++)
-            assert_true(ulps(found[j], (double)expected[j]) <= 2);
-        free(expected);
-        free(found);
+        check_frequencies(&f, "inv_freq", MODEL_REACH_FULL);
+        if (f.layout.config.architecture == MODEL_GEMMA3)
+            check_frequencies(&f, "inv_freq_sliding", MODEL_REACH_SLIDING);
         fixture_close(&f);
     }
 }

@@ -160,8 +160,11 @@ static inline void fixture_build(struct fixture *f)
                                .saved_slots = saved}));
 }
 
-/* A golden: its weights and its first step. */
-static inline void fixture_open(struct fixture *f, const char *name, struct fixture_options options)
+typedef void fixture_change(struct model_config *);
+
+/* A golden: its weights and its first step; `change` makes another model of it, or is NULL. */
+static inline void fixture_open_changed(struct fixture *f, const char *name,
+                                        struct fixture_options options, fixture_change *change)
 {
     char folder[256], path[512];
     memset(f, 0, sizeof *f);
@@ -171,6 +174,8 @@ static inline void fixture_open(struct fixture *f, const char *name, struct fixt
     struct model_config config;
     struct safetensors *model;
     fixture_must(model_config_load(&config, folder));
+    if (change != NULL)
+        change(&config);
     fixture_must(model_layout_init(&f->layout, &config, MODEL_PAGE_ELEMENTS_DEFAULT));
     fixture_must(safetensors_open_file(&f->reference, path));
     fixture_must(safetensors_open_folder(&model, folder));
@@ -179,6 +184,11 @@ static inline void fixture_open(struct fixture *f, const char *name, struct fixt
     for (uint32_t t = 0; t < f->layout.n_tensors; t++)
         fixture_load_tensor(f, model, &f->layout.tensors[t]);
     safetensors_close(model);
+}
+
+static inline void fixture_open(struct fixture *f, const char *name, struct fixture_options options)
+{
+    fixture_open_changed(f, name, options, NULL);
 }
 
 /* A model of the given config.json with arbitrary weights, on documents of arbitrary length. */
@@ -255,14 +265,17 @@ static inline struct layers_head fixture_head(const struct fixture *f)
 {
     uint32_t last = f->layout.n_layers - 1;
     const struct model_tensor *norm = model_layer_tensor(&f->layout, last, MODEL_FINAL_NORM);
+    const struct model_tensor *bias = model_layer_tensor(&f->layout, last, MODEL_FINAL_NORM_BIAS);
     const struct model_tensor *matrix = model_layer_tensor(&f->layout, last, MODEL_HEAD);
     if (matrix == NULL)
         matrix = model_layer_tensor(&f->layout, 0, MODEL_EMBED);
-    return (struct layers_head){.norm = device_at(f->device, f->weights[last], norm->offset),
-                                .matrix =
-                                    device_at(f->device, f->weights[matrix->layer], matrix->offset),
-                                .norm_gradient = f->gradients[last] + norm->offset,
-                                .matrix_gradient = f->gradients[matrix->layer] + matrix->offset};
+    return (struct layers_head){
+        .norm = device_at(f->device, f->weights[last], norm->offset),
+        .norm_bias = bias ? device_at(f->device, f->weights[last], bias->offset) : NULL,
+        .matrix = device_at(f->device, f->weights[matrix->layer], matrix->offset),
+        .norm_gradient = f->gradients[last] + norm->offset,
+        .norm_bias_gradient = bias ? f->gradients[last] + bias->offset : NULL,
+        .matrix_gradient = f->gradients[matrix->layer] + matrix->offset};
 }
 
 /* Forward and backward of the whole step, layer-major as the schedule does it. */

@@ -2,11 +2,10 @@
  * Whole models against the committed references (tests/goldens/): PyTorch and transformers in
  * float64, tied and untied, packed and unpacked.
  */
+#include "tests/numeric/golden_cases.h"
 #include "tests/numeric/test_layers_fixture.h"
 
-static const char *const f32_cases[] = {"llama_tied_packed", "llama_tied_unpacked",
-                                        "llama_untied_packed", "llama_untied_unpacked"};
-enum { F32_CASES = 4, BF16_CASES = 16 };
+enum { BF16_CASES = 16 };
 
 static const double loss_tolerance = 5e-6;     /* relative */
 static const double logit_tolerance = 1e-5;    /* absolute */
@@ -44,15 +43,16 @@ static void check_gradients(struct fixture *f, const char *name)
 static void loss_and_gradients_match_the_float64_reference(void **state)
 {
     (void)state;
-    for (int i = 0; i < F32_CASES; i++) {
+    for (int i = 0; i < GOLDEN_CASES; i++) {
         struct fixture f;
-        fixture_open(&f, f32_cases[i], (struct fixture_options){DEVICE_F32, 2, FIXTURE_SAVED, 1});
+        fixture_open(&f, golden_cases[i],
+                     (struct fixture_options){DEVICE_F32, 2, FIXTURE_SAVED, 1});
         fixture_run(&f);
         double expected = fixture_number(&f, "loss");
         double error = fabs(f.loss - expected) / expected;
-        print_message("%s: loss %.9f, off by %.2g\n", f32_cases[i], f.loss, error);
+        print_message("%s: loss %.9f, off by %.2g\n", golden_cases[i], f.loss, error);
         assert_true(error <= loss_tolerance);
-        check_gradients(&f, f32_cases[i]);
+        check_gradients(&f, golden_cases[i]);
         fixture_close(&f);
     }
 }
@@ -79,9 +79,9 @@ static double largest_difference(const float *a, const float *b, uint64_t n)
 static void logits_match_the_float64_reference(void **state)
 {
     (void)state;
-    for (int i = 0; i < F32_CASES; i++) {
+    for (int i = 0; i < GOLDEN_CASES; i++) {
         struct fixture f;
-        fixture_open(&f, f32_cases[i],
+        fixture_open(&f, golden_cases[i],
                      (struct fixture_options){DEVICE_F32, 2, FIXTURE_RECOMPUTED, 1});
         uint64_t rows = f.step.rows * f.step.seq_len;
         uint64_t count = rows * f.layout.config.vocab_size;
@@ -91,7 +91,7 @@ static void logits_match_the_float64_reference(void **state)
         layers_head_logits(f.layers, &head, x, rows, logits);
         float *expected = fixture_floats(&f, "logits", count);
         double error = largest_difference(logits, expected, count);
-        print_message("%s: largest logit error %.2g\n", f32_cases[i], error);
+        print_message("%s: largest logit error %.2g\n", golden_cases[i], error);
         assert_true(error <= logit_tolerance);
 
         double loss, labelled = 0;
@@ -110,12 +110,10 @@ static void logits_match_the_float64_reference(void **state)
 
 /* Token by token through the cache, the first half of the row at once as a prompt: the logits of
  * the last token are those of the whole row. Only for rows that are one document. */
-static void decoding_with_a_cache_gives_the_logits_of_the_whole_row(void **state)
+static void decode_case(const char *name)
 {
-    (void)state;
     struct fixture f;
-    fixture_open(&f, "llama_untied_unpacked",
-                 (struct fixture_options){DEVICE_F32, 2, FIXTURE_RECOMPUTED, 1});
+    fixture_open(&f, name, (struct fixture_options){DEVICE_F32, 2, FIXTURE_RECOMPUTED, 1});
     uint64_t seq = f.step.seq_len, batch = f.step.rows, vocab = f.layout.config.vocab_size;
     uint64_t blocks = f.layout.config.n_layers, prompt = seq / 2;
     uint64_t bytes = layers_cache_bytes(f.layers, batch, seq);
@@ -163,6 +161,206 @@ static void decoding_with_a_cache_gives_the_logits_of_the_whole_row(void **state
     free(sequence);
     free(position);
     fixture_close(&f);
+}
+
+static void decoding_with_a_cache_gives_the_logits_of_the_whole_row(void **state)
+{
+    (void)state;
+    for (int i = 0; i < GOLDEN_CASES; i++)
+        if (strstr(golden_cases[i], "unpacked") != NULL)
+            decode_case(golden_cases[i]);
+}
+
+/* ---- wrong models ---- */
+
+static void no_window(struct model_config *c)
+{
+    memset(c->sliding, 0, sizeof c->sliding);
+}
+
+static void window_one_longer(struct model_config *c)
+{
+    c->sliding_window++;
+}
+
+static void all_blocks_slide(struct model_config *c)
+{
+    memset(c->sliding, 0xff, sizeof c->sliding);
+}
+
+static void no_qkv_bias(struct model_config *c)
+{
+    c->qkv_bias = 0;
+}
+
+static void no_out_bias(struct model_config *c)
+{
+    c->out_bias = 0;
+}
+
+static void no_mlp_bias(struct model_config *c)
+{
+    c->mlp_bias = 0;
+}
+
+static void no_qk_norm(struct model_config *c)
+{
+    c->qk_norm = 0;
+}
+
+static void no_rope_scaling(struct model_config *c)
+{
+    c->rope[MODEL_REACH_FULL].scaling = ROPE_SCALING_NONE;
+    c->rope[MODEL_REACH_SLIDING].scaling = ROPE_SCALING_NONE;
+}
+
+static void one_rope(struct model_config *c)
+{
+    c->rope[MODEL_REACH_SLIDING] = c->rope[MODEL_REACH_FULL];
+}
+
+static void ropes_swapped(struct model_config *c)
+{
+    struct model_rope full = c->rope[MODEL_REACH_FULL];
+    c->rope[MODEL_REACH_FULL] = c->rope[MODEL_REACH_SLIDING];
+    c->rope[MODEL_REACH_SLIDING] = full;
+}
+
+static void another_rope_base(struct model_config *c)
+{
+    c->rope[MODEL_REACH_FULL].theta *= 1.01;
+    c->rope[MODEL_REACH_SLIDING].theta *= 1.01;
+}
+
+static void whole_heads_turn(struct model_config *c)
+{
+    c->rope_dim = c->head_dim;
+}
+
+static void norms_without_the_one(struct model_config *c)
+{
+    c->norm = MODEL_NORM_RMS;
+}
+
+static void rms_for_layer_norm(struct model_config *c)
+{
+    c->norm = MODEL_NORM_RMS;
+}
+
+static void no_attention_softcap(struct model_config *c)
+{
+    c->attention_softcap = 0;
+}
+
+static void no_final_softcap(struct model_config *c)
+{
+    c->final_softcap = 0;
+}
+
+static void usual_attention_scale(struct model_config *c)
+{
+    c->attention_scalar = 0;
+}
+
+static void no_embedding_scale(struct model_config *c)
+{
+    c->embedding_scale = 0;
+}
+
+static void no_post_norms(struct model_config *c)
+{
+    c->post_norms = 0;
+}
+
+static void silu(struct model_config *c)
+{
+    c->activation = MODEL_ACTIVATION_SILU;
+}
+
+static void tanh_gelu(struct model_config *c)
+{
+    c->activation = MODEL_ACTIVATION_GELU_TANH;
+}
+
+static void no_positions(struct model_config *c)
+{
+    c->positions = MODEL_POSITIONS_ROPE; /* and rope_dim is 0 */
+}
+
+static void not_transposed(struct model_config *c)
+{
+    c->transposed = 0;
+}
+
+static void another_epsilon(struct model_config *c)
+{
+    c->norm_eps *= 100;
+}
+
+#define WRONG(golden, change)                                                                      \
+    {                                                                                              \
+        golden, #change, change                                                                    \
+    }
+static const struct wrong {
+    const char *golden, *what;
+    fixture_change *change;
+} wrong_models[] = {
+    WRONG("mistral_untied_packed", no_window),
+    WRONG("mistral_untied_packed", window_one_longer),
+    WRONG("mistral_tied_unpacked", window_one_longer),
+    WRONG("mistral_tied_unpacked", another_rope_base),
+    WRONG("qwen2_tied_packed", no_window),
+    WRONG("qwen2_tied_packed", all_blocks_slide),
+    WRONG("qwen2_tied_packed", no_qkv_bias),
+    WRONG("qwen2_untied_unpacked", no_qkv_bias),
+    WRONG("qwen3_tied_unpacked", no_qk_norm),
+    WRONG("qwen3_untied_packed", no_out_bias),
+    WRONG("qwen3_untied_packed", no_rope_scaling),
+    WRONG("qwen3_untied_packed", no_window),
+    WRONG("llama_bias_untied_packed", no_mlp_bias),
+    WRONG("llama_bias_untied_packed", no_rope_scaling),
+    WRONG("llama_bias_untied_packed", tanh_gelu),
+    WRONG("phi3_untied_packed", whole_heads_turn),
+    WRONG("phi3_untied_packed", no_window),
+    WRONG("gemma2_tied_packed", norms_without_the_one),
+    WRONG("gemma2_tied_packed", no_attention_softcap),
+    WRONG("gemma2_tied_packed", no_final_softcap),
+    WRONG("gemma2_tied_packed", usual_attention_scale),
+    WRONG("gemma2_tied_packed", no_embedding_scale),
+    WRONG("gemma2_tied_packed", no_post_norms),
+    WRONG("gemma2_tied_packed", silu),
+    WRONG("gemma2_tied_packed", all_blocks_slide),
+    WRONG("gemma2_untied_unpacked", no_window),
+    WRONG("gemma3_tied_packed", one_rope),
+    WRONG("gemma3_tied_packed", no_rope_scaling),
+    WRONG("gemma3_tied_packed", no_qk_norm),
+    WRONG("gemma3_untied_unpacked", ropes_swapped),
+    WRONG("gemma3_untied_unpacked", window_one_longer),
+    WRONG("gpt2_tied_packed", no_positions),
+    WRONG("gpt2_tied_packed", not_transposed),
+    WRONG("gpt2_tied_packed", rms_for_layer_norm),
+    WRONG("gpt2_tied_packed", silu),
+    WRONG("gpt2_tied_packed", another_epsilon),
+    WRONG("gpt2_untied_unpacked", no_qkv_bias),
+    WRONG("gpt2_untied_unpacked", no_mlp_bias),
+};
+
+/* The comparison above refuses each, by the loss alone. */
+static void wrong_models_do_not_pass_for_the_reference(void **state)
+{
+    (void)state;
+    for (size_t i = 0; i < sizeof wrong_models / sizeof wrong_models[0]; i++) {
+        const struct wrong *w = &wrong_models[i];
+        struct fixture f;
+        fixture_open_changed(&f, w->golden,
+                             (struct fixture_options){DEVICE_F32, 2, FIXTURE_SAVED, 1}, w->change);
+        fixture_run(&f);
+        double expected = fixture_number(&f, "loss");
+        double error = fabs(f.loss - expected) / expected;
+        print_message("%s, %s: loss off by %.2g\n", w->golden, w->what, error);
+        assert_true(error > loss_tolerance);
+        fixture_close(&f);
+    }
 }
 
 enum { TENSORS_MAX = 64 };
@@ -225,6 +423,7 @@ int main(void)
         cmocka_unit_test(loss_and_gradients_match_the_float64_reference),
         cmocka_unit_test(logits_match_the_float64_reference),
         cmocka_unit_test(decoding_with_a_cache_gives_the_logits_of_the_whole_row),
+        cmocka_unit_test(wrong_models_do_not_pass_for_the_reference),
         cmocka_unit_test(bfloat16_errors_are_those_of_rounding_where_transformers_rounds),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -102,7 +102,6 @@ void sim_stand_configure(uint64_t seed)
                              .head_dim = HIDDEN,
                              .max_position = 64,
                              .tie_word_embeddings = config.tied,
-                             .rope_factor = 1,
                              .bos_token_id = -1,
                              .pad_token_id = -1};
     real_model_layout_destroy(&sim_layout);

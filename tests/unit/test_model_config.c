@@ -53,8 +53,8 @@ static void missing_keys_take_the_defaults_of_llama_config(void **state)
     assert_int_equal(c.n_kv_heads, 32);
     assert_int_equal(c.head_dim, 128);
     assert_int_equal(c.max_position, 2048);
-    assert_true(c.rms_norm_eps == 1e-6 && c.rope_theta == 10000.0 && c.initializer_range == 0.02);
-    assert_int_equal(c.rope_scaling, ROPE_SCALING_NONE);
+    assert_true(c.norm_eps == 1e-6 && c.rope[0].theta == 10000.0 && c.initializer_range == 0.02);
+    assert_int_equal(c.rope[0].scaling, ROPE_SCALING_NONE);
     assert_int_equal(c.tie_word_embeddings, 0);
     assert_int_equal(c.bos_token_id, 1);
     assert_int_equal(c.pad_token_id, -1);
@@ -79,10 +79,10 @@ static void llama_3_2_is_understood(void **state)
         "\"original_max_position_embeddings\": 8192, \"rope_type\": \"llama3\"},"
         "\"rope_theta\": 500000.0, \"tie_word_embeddings\": true, \"torch_dtype\": \"bfloat16\","
         "\"transformers_version\": \"4.45.0\", \"use_cache\": true, \"vocab_size\": 128256}");
-    assert_int_equal(c.rope_scaling, ROPE_SCALING_LLAMA3);
-    assert_true(c.rope_factor == 32.0 && c.rope_low_freq_factor == 1.0);
-    assert_true(c.rope_high_freq_factor == 4.0 && c.rope_original_max_position == 8192);
-    assert_true(c.rope_theta == 500000.0 && c.rms_norm_eps == 1e-5);
+    assert_int_equal(c.rope[0].scaling, ROPE_SCALING_LLAMA3);
+    assert_true(c.rope[0].factor == 32.0 && c.rope[0].low_freq_factor == 1.0);
+    assert_true(c.rope[0].high_freq_factor == 4.0 && c.rope[0].original_max_position == 8192);
+    assert_true(c.rope[0].theta == 500000.0 && c.norm_eps == 1e-5);
     assert_int_equal(c.source_dtype, DTYPE_BF16);
     assert_int_equal(c.n_kv_heads, 8);
     assert_int_equal(c.tie_word_embeddings, 1);
@@ -101,8 +101,8 @@ static void the_newer_spelling_gives_the_same_bytes(void **state)
     expect_accepted(&new, "{" TINY ", \"dtype\": \"float16\", \"rope_parameters\": "
                           "{\"rope_type\": \"linear\", \"factor\": 2.0, \"rope_theta\": 500000}}");
     assert_memory_equal(&old, &new, sizeof old);
-    assert_int_equal(new.rope_scaling, ROPE_SCALING_LINEAR);
-    assert_true(new.rope_theta == 5e5 && new.rope_factor == 2.0);
+    assert_int_equal(new.rope[0].scaling, ROPE_SCALING_LINEAR);
+    assert_true(new.rope[0].theta == 5e5 && new.rope[0].factor == 2.0);
 }
 
 static void smollm2_with_its_extra_keys_is_understood(void **state)
@@ -134,24 +134,24 @@ static void a_small_vocabulary_has_no_default_tokens(void **state)
 static void other_architectures_are_refused_by_name(void **state)
 {
     (void)state;
-    expect_refused("{\"architectures\": [\"GPT2LMHeadModel\"], \"model_type\": \"gpt2\"}",
-                   "GPT2LMHeadModel");
-    expect_refused("{\"architectures\": [\"GPT2LMHeadModel\"]}", "LlamaForCausalLM");
-    expect_refused("{\"model_type\": \"mistral\"}", "mistral");
+    expect_refused("{\"architectures\": [\"BloomForCausalLM\"], \"model_type\": \"bloom\"}",
+                   "BloomForCausalLM");
+    expect_refused("{\"architectures\": [\"BloomForCausalLM\"]}", "LlamaForCausalLM");
+    expect_refused("{\"model_type\": \"bloom\"}", "bloom");
     expect_refused("{\"architectures\": [\"LlamaForCausalLM\"], \"model_type\": \"mistral\"}",
                    "mistral");
     expect_refused("{\"architectures\": [\"LlamaForSequenceClassification\"]}",
                    "LlamaForSequenceClassification");
+    expect_refused("{\"architectures\": [\"LlamaForCausalLM\", \"GPT2LMHeadModel\"]}",
+                   "architectures");
     expect_refused("{}", "architectures");
 }
 
 static void what_would_compute_differently_is_refused_by_name(void **state)
 {
     (void)state;
-    expect_refused("{" TINY ", \"hidden_act\": \"gelu\"}", "hidden_act");
-    expect_refused("{" TINY ", \"attention_bias\": true}", "attention_bias");
-    expect_refused("{" TINY ", \"mlp_bias\": true}", "mlp_bias");
-    expect_refused("{" TINY ", \"attention_dropout\": 0.1}", "attention_dropout");
+    expect_refused("{" TINY ", \"hidden_act\": \"relu\"}", "hidden_act");
+    expect_refused("{" TINY ", \"attention_dropout\": 2}", "attention_dropout");
     expect_refused("{" TINY ", \"pretraining_tp\": 2}", "pretraining_tp");
     expect_refused("{" TINY ", \"sliding_window\": 4096}", "sliding_window");
     expect_refused("{" TINY ", \"partial_rotary_factor\": 0.5}", "partial_rotary_factor");
@@ -162,12 +162,30 @@ static void what_would_compute_differently_is_refused_by_name(void **state)
     expect_refused("{" TINY ", \"logit_softcap\": 30}", "logit_softcap");
 }
 
+/* Evaluation has none; training refuses it. */
+static void dropout_is_refused_for_training_alone(void **state)
+{
+    (void)state;
+    struct model_config c;
+    expect_accepted(&c, "{" TINY "}");
+    assert_int_equal(model_config_check_training(&c, "m"), 0);
+    expect_accepted(&c, "{" TINY ", \"attention_dropout\": 0.1}");
+    assert_int_equal(model_config_check_training(&c, "m"), -ERROR_USER);
+    assert_non_null(strstr(error_text(), "m/config.json: attention_dropout"));
+    expect_accepted(&c, "{\"model_type\": \"gpt2\", \"resid_pdrop\": 0.0}");
+    assert_int_equal(model_config_check_training(&c, "m"), -ERROR_USER); /* embd_pdrop: 0.1 */
+    assert_non_null(strstr(error_text(), "embd_pdrop"));
+    expect_accepted(&c, "{\"model_type\": \"gpt2\", \"resid_pdrop\": 0.0, \"embd_pdrop\": 0, "
+                        "\"attn_pdrop\": 0.0}");
+    assert_int_equal(model_config_check_training(&c, "m"), 0);
+}
+
 static void rope_scaling_is_understood_or_refused(void **state)
 {
     (void)state;
     struct model_config c;
     expect_accepted(&c, "{" TINY ", \"rope_parameters\": {\"rope_type\": \"default\"}}");
-    assert_true(c.rope_theta == 10000.0 && c.rope_scaling == ROPE_SCALING_NONE);
+    assert_true(c.rope[0].theta == 10000.0 && c.rope[0].scaling == ROPE_SCALING_NONE);
     expect_accepted(&c, "{" TINY ", \"rope_parameters\": {\"partial_rotary_factor\": 1.0}}");
     expect_refused("{" TINY ", \"rope_scaling\": {\"type\": \"yarn\", \"factor\": 2}}", "yarn");
     expect_refused("{" TINY ", \"rope_scaling\": {\"type\": \"dynamic\", \"factor\": 2}}",
@@ -255,6 +273,7 @@ int main(void)
         cmocka_unit_test(a_small_vocabulary_has_no_default_tokens),
         cmocka_unit_test(other_architectures_are_refused_by_name),
         cmocka_unit_test(what_would_compute_differently_is_refused_by_name),
+        cmocka_unit_test(dropout_is_refused_for_training_alone),
         cmocka_unit_test(rope_scaling_is_understood_or_refused),
         cmocka_unit_test(sizes_out_of_range_are_refused_with_both_values),
         cmocka_unit_test(broken_json_is_named_by_line_and_column),

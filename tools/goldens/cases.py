@@ -1,4 +1,4 @@
-"""The cases: a tiny Llama each, its random weights and its batches. Pure functions of a seed.
+"""The cases: a tiny model each, its random weights and its batches. Pure functions of a seed.
 
 Every case is chosen so that a plausible mistake shows: head_dim that is not hidden / heads, odd
 intermediate sizes, sequence lengths that no tile divides, norm weights that are not 1, embeddings
@@ -104,6 +104,111 @@ FLOAT32_CASES = [
 ]
 
 
+def family_config(architecture, model_type, **keys):
+    """config.json of another family; what a class has a default for is written only where it differs."""
+    config = {"architectures": [architecture], "model_type": model_type, "bos_token_id": None, "dtype": "float32",
+              "eos_token_id": 60, "pad_token_id": None, "initializer_range": 0.02, "vocab_size": 61}
+    if model_type == "gpt2":
+        shape = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_positions": 128,
+                 "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    else:
+        act = "hidden_activation" if model_type.startswith("gemma") else "hidden_act"
+        shape = {act: "gelu_pytorch_tanh" if model_type.startswith("gemma") else "silu", "attention_dropout": 0.0,
+                 "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "num_hidden_layers": 2}
+    return config | shape | keys
+
+
+def mistral_config(**keys):
+    return family_config("MistralForCausalLM", "mistral", **keys)
+
+
+def qwen2_config(**keys):
+    return family_config("Qwen2ForCausalLM", "qwen2", **keys)
+
+
+def qwen3_config(**keys):
+    return family_config("Qwen3ForCausalLM", "qwen3", **keys)
+
+
+def phi3_config(**keys):
+    return family_config("Phi3ForCausalLM", "phi3", **keys)
+
+
+def gemma2_config(**keys):
+    return family_config("Gemma2ForCausalLM", "gemma2", **keys)
+
+
+def gemma3_config(**keys):
+    return family_config("Gemma3ForCausalLM", "gemma3_text", **keys)
+
+
+def gpt2_config(**keys):
+    return family_config("GPT2LMHeadModel", "gpt2", **keys)
+
+
+# Odd sizes, heads whose width is not hidden / heads (where the family has the key), windows much shorter than
+# the sequence; old and new spelling of rope and of the windows. A bias of the keys changes no probability without
+# rope, and little with a large base: its gradient is 0 but for rounding, from which Adam would make steps of full
+# size. There a large eps keeps the comparison of the weights meaningful.
+NARROW = {"hidden_size": 24, "intermediate_size": 37, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10}
+
+
+def family_case(name, seed, config, **other):
+    return {"name": name, "seed": seed, "batch": 2, "seq_len": 41, "packed": name.endswith("_packed"),
+            "max_grad_norm": 1.0, "embedding_std": 0.1, "config": config} | other
+
+
+FAMILY_CASES = [
+    family_case("mistral_untied_packed", 301, mistral_config(
+        **NARROW, rope_theta=10000.0, sliding_window=7, tie_word_embeddings=False)),
+    family_case("mistral_tied_unpacked", 302, mistral_config(
+        **NARROW | {"num_key_value_heads": 1}, rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        sliding_window=9, tie_word_embeddings=True)),
+    family_case("qwen2_tied_packed", 303, qwen2_config(
+        **NARROW | {"head_dim": 6}, rope_theta=1000000.0, use_sliding_window=True, sliding_window=6, max_window_layers=1,
+        tie_word_embeddings=True), eps=1e-5),
+    family_case("qwen2_untied_unpacked", 304, qwen2_config(
+        **NARROW, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, use_sliding_window=False,
+        sliding_window=None, layer_types=["full_attention"] * 2, tie_word_embeddings=False)),
+    family_case("qwen3_tied_unpacked", 305, qwen3_config(
+        **NARROW, rope_theta=10000.0, rope_scaling=None, use_sliding_window=False, sliding_window=None,
+        attention_bias=False, tie_word_embeddings=True)),
+    family_case("qwen3_untied_packed", 306, qwen3_config(
+        **NARROW, rope_parameters=dict(LLAMA3, rope_theta=10000.0), use_sliding_window=True, sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"], attention_bias=True, tie_word_embeddings=False)),
+    family_case("llama_bias_untied_packed", 307, llama_config(
+        **NARROW, num_hidden_layers=2, vocab_size=61, eos_token_id=60, rms_norm_eps=1e-6, rope_theta=10000.0,
+        rope_scaling={"rope_type": "linear", "factor": 4.0}, tie_word_embeddings=False) | {
+            "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    family_case("phi3_untied_packed", 308, phi3_config(
+        **{k: v for k, v in NARROW.items() if k != "head_dim"} | {"hidden_size": 32}, rope_theta=10000.0,
+        rope_scaling=None, partial_rotary_factor=0.75, sliding_window=7, tie_word_embeddings=False)),
+    family_case("phi3_tied_unpacked", 309, phi3_config(
+        **NARROW, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        sliding_window=None, tie_word_embeddings=True)),
+    family_case("gemma2_tied_packed", 310, gemma2_config(
+        **NARROW, rope_theta=10000.0, sliding_window=6, query_pre_attn_scalar=14, attn_logit_softcapping=2.5,
+        final_logit_softcapping=3.0, tie_word_embeddings=True)),
+    family_case("gemma2_untied_unpacked", 311, gemma2_config(
+        **NARROW, rope_parameters={"rope_type": "default", "rope_theta": 500.0}, sliding_window=8,
+        query_pre_attn_scalar=6, attn_logit_softcapping=5.0, final_logit_softcapping=None,
+        layer_types=["full_attention", "sliding_attention"], attention_bias=True, tie_word_embeddings=False)),
+    family_case("gemma3_tied_packed", 312, gemma3_config(
+        **NARROW | {"num_hidden_layers": 3}, rope_theta=500000.0, rope_local_base_freq=100.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0}, sliding_window=6, sliding_window_pattern=2,
+        query_pre_attn_scalar=14, tie_word_embeddings=True)),
+    family_case("gemma3_untied_unpacked", 313, gemma3_config(
+        **NARROW, rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 20000.0},
+                                   "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}},
+        layer_types=["full_attention", "sliding_attention"], sliding_window=9, query_pre_attn_scalar=10,
+        final_logit_softcapping=4.0, tie_word_embeddings=False, pad_token_id=3)),
+    family_case("gpt2_tied_packed", 314, gpt2_config(
+        n_embd=24, n_layer=2, n_head=4, n_inner=37, tie_word_embeddings=True), eps=1e-5),
+    family_case("gpt2_untied_unpacked", 315, gpt2_config(
+        n_embd=30, n_layer=2, n_head=3, n_inner=None, tie_word_embeddings=False), eps=1e-5),
+]
+
+
 def small_config(**overrides):
     """A Llama of two narrow blocks for whole runs."""
     shape = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -192,29 +297,94 @@ def bfloat16_case(index):
 def weights(case):
     """Float32 arrays by Hugging Face name. Deep enough in scale that attention is far from uniform."""
     c, rng = case["config"], numpy.random.Generator(numpy.random.PCG64(case["seed"]))
-    hidden, inter = c["hidden_size"], c["intermediate_size"]
-    q = c["num_attention_heads"] * c["head_dim"]
-    kv = c["num_key_value_heads"] * c["head_dim"]
 
     def normal(rows, columns, std):
         return (rng.standard_normal((rows, columns)) * std).astype(numpy.float32)
 
-    def norm():
-        return (1.0 + 0.3 * rng.standard_normal(hidden)).astype(numpy.float32)
+    def vector(size, centre, std):
+        return (centre + std * rng.standard_normal(size)).astype(numpy.float32)
 
-    out = {"model.embed_tokens.weight": normal(c["vocab_size"], hidden, case["embedding_std"])}
+    family = gpt2_weights if c["model_type"] == "gpt2" else usual_weights
+    return family(c, case["embedding_std"], normal, vector)
+
+
+def gpt2_weights(c, embedding_std, normal, vector):
+    """Matrices are (in, out)."""
+    hidden, inner = c["n_embd"], c["n_inner"] or 4 * c["n_embd"]
+    out = {"transformer.wte.weight": normal(c["vocab_size"], hidden, embedding_std),
+           "transformer.wpe.weight": normal(c["n_positions"], hidden, 0.6 * embedding_std)}
+
+    def norm(name):
+        out[name + ".weight"], out[name + ".bias"] = vector(hidden, 1.0, 0.3), vector(hidden, 0.0, 0.2)
+
+    def linear(name, rows, columns, std):
+        out[name + ".weight"], out[name + ".bias"] = normal(rows, columns, std), vector(columns, 0.0, 0.2)
+
+    for layer in range(c["n_layer"]):
+        at = f"transformer.h.{layer}."
+        norm(at + "ln_1")
+        linear(at + "attn.c_attn", hidden, 3 * hidden, 1.2 * hidden**-0.5)
+        linear(at + "attn.c_proj", hidden, hidden, 0.5 * hidden**-0.5)
+        norm(at + "ln_2")
+        linear(at + "mlp.c_fc", hidden, inner, 1.2 * hidden**-0.5)
+        linear(at + "mlp.c_proj", inner, hidden, 0.7 * inner**-0.5)
+    norm("transformer.ln_f")
+    if not c["tie_word_embeddings"]:
+        out["lm_head.weight"] = normal(c["vocab_size"], hidden, 0.6 * hidden**-0.5)
+    return out
+
+
+def usual_weights(c, embedding_std, normal, vector):
+    """Llama and all that is built like it."""
+    kind, hidden, inter = c["model_type"], c["hidden_size"], c["intermediate_size"]
+    head = c.get("head_dim") or hidden // c["num_attention_heads"]
+    q, kv = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
+    gemma = kind.startswith("gemma")
+    attention_bias, mlp_bias = c.get("attention_bias", False), c.get("mlp_bias", False)
+    out = {}
+
+    def norm(name, size=hidden):
+        out[name + ".weight"] = vector(size, 0.0 if gemma else 1.0, 0.3)
+
+    def linear(name, rows, columns, std, bias):
+        out[name + ".weight"] = normal(rows, columns, std)
+        if bias:
+            out[name + ".bias"] = vector(rows, 0.0, 0.2)
+
+    def attention(at):
+        qkv_bias = attention_bias or kind == "qwen2"
+        if kind == "phi3":
+            linear(at + "qkv_proj", q + 2 * kv, hidden, 1.2 * hidden**-0.5, False)
+        else:
+            linear(at + "q_proj", q, hidden, 1.2 * hidden**-0.5, qkv_bias)
+            linear(at + "k_proj", kv, hidden, 1.2 * hidden**-0.5, qkv_bias)
+            linear(at + "v_proj", kv, hidden, hidden**-0.5, qkv_bias)
+        linear(at + "o_proj", hidden, q, 0.5 * q**-0.5, attention_bias)
+        if kind in ("qwen3", "gemma3_text"):
+            norm(at + "q_norm", head)
+            norm(at + "k_norm", head)
+
+    def mlp(at):
+        if kind == "phi3":
+            linear(at + "gate_up_proj", 2 * inter, hidden, 1.2 * hidden**-0.5, False)
+        else:
+            linear(at + "gate_proj", inter, hidden, 1.2 * hidden**-0.5, mlp_bias)
+            linear(at + "up_proj", inter, hidden, hidden**-0.5, mlp_bias)
+        linear(at + "down_proj", hidden, inter, 0.7 * inter**-0.5, mlp_bias)
+
+    # the library multiplies a Gemma's rows by sqrt(hidden)
+    out["model.embed_tokens.weight"] = normal(c["vocab_size"], hidden, embedding_std)
     for layer in range(c["num_hidden_layers"]):
         at = f"model.layers.{layer}."
-        out[at + "input_layernorm.weight"] = norm()
-        out[at + "self_attn.q_proj.weight"] = normal(q, hidden, 1.2 * hidden**-0.5)
-        out[at + "self_attn.k_proj.weight"] = normal(kv, hidden, 1.2 * hidden**-0.5)
-        out[at + "self_attn.v_proj.weight"] = normal(kv, hidden, hidden**-0.5)
-        out[at + "self_attn.o_proj.weight"] = normal(hidden, q, 0.5 * q**-0.5)
-        out[at + "post_attention_layernorm.weight"] = norm()
-        out[at + "mlp.gate_proj.weight"] = normal(inter, hidden, 1.2 * hidden**-0.5)
-        out[at + "mlp.up_proj.weight"] = normal(inter, hidden, hidden**-0.5)
-        out[at + "mlp.down_proj.weight"] = normal(hidden, inter, 0.7 * inter**-0.5)
-    out["model.norm.weight"] = norm()
+        norm(at + "input_layernorm")
+        attention(at + "self_attn.")
+        norm(at + "post_attention_layernorm")
+        if gemma:
+            norm(at + "pre_feedforward_layernorm")
+        mlp(at + "mlp.")
+        if gemma:
+            norm(at + "post_feedforward_layernorm")
+    norm("model.norm")
     if not c["tie_word_embeddings"]:
         out["lm_head.weight"] = normal(c["vocab_size"], hidden, 0.6 * hidden**-0.5)
     return out

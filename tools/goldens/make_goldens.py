@@ -29,7 +29,7 @@ import emulate  # noqa: E402
 import oracle  # noqa: E402
 import pipeline  # noqa: E402
 
-OUT = pathlib.Path(__file__).resolve().parents[2] / "tests" / "goldens"
+OUT = pathlib.Path(os.environ.get("FAM_OUT") or pathlib.Path(__file__).resolve().parents[2] / "tests" / "goldens")
 TOLERANCE = {"loss": 5e-6, "logits": 1e-5, "gradient": 1e-5, "after": 1e-4}
 
 
@@ -49,7 +49,7 @@ def meta_of(case, rates):
     return {
         "batch": case["batch"], "seq_len": case["seq_len"], "steps": len(rates),
         "packed": case["packed"], "learning_rate": max(rates), "lr_per_step": rates,
-        "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1,
+        "betas": [0.9, 0.95], "eps": case.get("eps", 1e-8), "weight_decay": 0.1,
         "max_grad_norm": case["max_grad_norm"],
     }
 
@@ -90,22 +90,24 @@ def report_float32(case, plain, exact):
         raise SystemExit(f"{case['name']}: float32 itself misses a tolerance")
 
 
-def rotation_of(model, batch):
-    """cos and sin of step 1 as transformers makes them: (B, T, head_dim) float32."""
-    position = torch.from_numpy(batch["position"][0]).long()
-    return model.model.rotary_emb(torch.zeros(1, dtype=torch.float32), position)
-
-
 def check_by_hand(case, weights, batch, model, loss, grads):
     """The model written out by hand, in float64, must be transformers' to the last digits."""
     wide = {n: torch.as_tensor(w).double() for n, w in weights.items()}
-    rotation = rotation_of(model, batch)
-    hand_loss, hand = emulate.run(case["config"], wide, batch, rotation, emulate.Rounding.NONE)
+    hand_loss, hand = emulate.run(case["config"], wide, batch, model, emulate.Rounding.NONE)
     every = [abs(hand_loss / loss - 1)] + [relative(hand[n], g) for n, g in grads.items()]
     worst = float(numpy.max(every))  # unlike max(), lets no NaN slip
     print(f"{case['name']}: two float64 implementations differ by {worst:.1e}")
     if not worst <= 1e-12:
         raise SystemExit(f"{case['name']}: the two float64 implementations disagree")
+
+
+def frequencies(model):
+    """Of the rotary embedding; Gemma 3 has two."""
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    names = {"inv_freq": "inv_freq", "full_attention_inv_freq": "inv_freq",
+             "sliding_attention_inv_freq": "inv_freq_sliding"}
+    return {to: getattr(rotary, name).to(torch.float32).numpy()
+            for name, to in names.items() if hasattr(rotary, name)}
 
 
 def make_float32_case(case):
@@ -121,10 +123,10 @@ def make_float32_case(case):
     report_float32(case, plain, exact)
     save_file(
         dict(batch)
+        | frequencies(model)
         | float32(exact["grads"], "grad.")
         | float32(exact["after"], "after.")
         | {
-            "inv_freq": model.model.rotary_emb.inv_freq.to(torch.float32).numpy(),
             "logits": exact["logits"].to(torch.float32).numpy(),
             "loss": float64(exact["losses"][0]),
             "losses": float64(*exact["losses"]),
@@ -132,7 +134,8 @@ def make_float32_case(case):
             "grad_norms": float64(*exact["grad_norms"]),
             "rates": float64(*cases.LEARNING_RATES),
             "max_grad_norm": float64(case["max_grad_norm"]),
-        },
+        }
+        | ({"eps": float64(case["eps"])} if "eps" in case else {}),
         folder / "reference.safetensors",
     )
 
@@ -253,8 +256,7 @@ def make_bfloat16_case(case):
     model = load_high_halves(folder, weights, torch.float64)
     loss, exact = loss_and_gradients(model, batch, case["packed"])
     check_by_hand(case, high, batch, model, loss, exact)
-    rotation = rotation_of(model, batch)
-    seen = {kind: emulate.run(case["config"], high, batch, rotation, kind)
+    seen = {kind: emulate.run(case["config"], high, batch, model, kind)
             for kind in (emulate.Rounding.DESIGN, emulate.Rounding.EAGER)}
     library = load_high_halves(folder, weights, torch.bfloat16)
     seen["library"] = loss_and_gradients(library, batch, case["packed"])
@@ -302,7 +304,7 @@ def main():
     torch.backends.mkldnn.enabled = False
     if not only:
         shutil.rmtree(OUT, ignore_errors=True)
-    for case in cases.FLOAT32_CASES:
+    for case in cases.FLOAT32_CASES + cases.FAMILY_CASES:
         if case["name"].startswith(only):
             make_float32_case(case)
     for case in cases.PIPELINE_CASES:
