@@ -300,7 +300,7 @@ static void finish(const struct block *b, compute_t *y)
     norm_forward(b, &out, y, b->slot->middle);
 }
 
-/* All that backward needs. Without a norm behind the MLP the last product is not among it. */
+/* All that backward needs, but rstd_mlp_out, which finish() writes. */
 static void fill_slot(const struct block *b, const struct layers_batch *batch, const compute_t *x)
 {
     const struct layers_slot *slot = b->slot;
@@ -421,8 +421,11 @@ void layers_block_backward(struct layers *layers, uint64_t layer, const compute_
     CHECK(!layers->shape.forward_only);
     struct block b = block_of(layers, layer, weights, slot);
     b.gradients = gradients;
-    if (slot == LAYERS_NO_SLOT)
+    if (slot == LAYERS_NO_SLOT) {
         fill_slot(&b, batch, x_in);
+        if (b.config->post_norms)
+            finish(&b, layers->normed); /* for rstd_mlp_out; the block's output is not wanted */
+    }
     mlp_backward(&b, dx);
     attention_backward(&b, batch, x_in, dx);
 }

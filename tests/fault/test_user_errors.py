@@ -185,13 +185,15 @@ def command_that_is_none(t):
 # -- the model's config.json --
 
 CONFIGS = [
-    ("of_another_architecture", {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-     ["LlamaForCausalLM", "GPT2LMHeadModel"]),
-    ("of_a_relative", {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, ["Qwen3ForCausalLM"]),
+    ("of_another_architecture", {"architectures": ["BloomForCausalLM"], "model_type": "bloom"},
+     ["LlamaForCausalLM", "BloomForCausalLM"]),
+    ("of_a_relative", {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}, ["Qwen2MoeForCausalLM"]),
+    ("of_another_type", {"model_type": "qwen3"}, ['model_type: expected "llama"', '"qwen3"']),
     ("with_a_string_for_a_size", {"hidden_size": "64"}, ["hidden_size: expected an integer", 'found "64"']),
     ("with_heads_that_do_not_divide", {"num_key_value_heads": 3}, ["num_key_value_heads", "divisor", "found 3"]),
-    ("with_another_activation", {"hidden_act": "gelu"}, ['hidden_act: expected "silu"', '"gelu"']),
-    ("with_biases", {"attention_bias": True}, ["attention_bias: expected false, found true"]),
+    ("with_another_activation", {"hidden_act": "relu"}, ['hidden_act: expected "silu"', '"relu"']),
+    ("with_dropout", {"attention_dropout": 0.1}, ["attention_dropout: expected 0 for training", "0.1", "hint: "]),
+    ("with_a_window", {"sliding_window": 8}, ["sliding_window: expected no such key"]),
     ("with_unknown_rope", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_scaling", '"yarn"']),
     ("with_an_unknown_key", {"frobnicate": 3}, ["frobnicate", "hint: "]),
     ("with_too_small_a_vocabulary", {"vocab_size": 256, "eos_token_id": None},

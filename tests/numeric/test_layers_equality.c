@@ -4,13 +4,34 @@
  */
 #include "tests/numeric/test_layers_fixture.h"
 
-/* several GEMM tiles, head chunks, attention tiles; nothing divides anything */
-static const char model[] =
+/* Several GEMM tiles, head chunks, attention tiles; nothing divides anything. Between them the
+ * models have all that a block can have. */
+#define SIZES                                                                                      \
+    "\"hidden_size\":90,\"num_hidden_layers\":2,\"num_attention_heads\":6,"                        \
+    "\"num_key_value_heads\":2,\"head_dim\":22,\"intermediate_size\":410,\"vocab_size\":517,"      \
+    "\"max_position_embeddings\":1024,\"eos_token_id\":1,\"bos_token_id\":2,"
+static const char llama[] =
     "{\"model_type\":\"llama\",\"architectures\":[\"LlamaForCausalLM\"],\"hidden_size\":90,"
     "\"num_hidden_layers\":2,\"num_attention_heads\":6,\"num_key_value_heads\":2,\"head_dim\":22,"
     "\"intermediate_size\":410,\"vocab_size\":517,\"max_position_embeddings\":1024,"
     "\"rms_norm_eps\":1e-5,\"rope_theta\":10000.0,\"tie_word_embeddings\":false}";
+static const char gemma3[] =
+    "{\"model_type\":\"gemma3_text\"," SIZES
+    "\"query_pre_attn_scalar\":30,\"sliding_window\":70,\"sliding_window_pattern\":2,"
+    "\"final_logit_softcapping\":5,\"attention_bias\":true,\"rope_local_base_freq\":100}";
+static const char gemma2[] =
+    "{\"model_type\":\"gemma2\"," SIZES
+    "\"query_pre_attn_scalar\":10,\"sliding_window\":33,\"attn_logit_softcapping\":2}";
+static const char phi3[] =
+    "{\"model_type\":\"phi3\"," SIZES
+    "\"sliding_window\":40,\"partial_rotary_factor\":0.75,\"pad_token_id\":0}";
+static const char gpt2[] = "{\"model_type\":\"gpt2\",\"n_embd\":90,\"n_layer\":2,\"n_head\":5,"
+                           "\"n_inner\":410,\"vocab_size\":517,\"n_positions\":170}";
+static const char *const models[] = {llama, gemma2, phi3, gpt2, gemma3};
+enum { MODELS = sizeof models / sizeof models[0] };
 enum { ROWS = 8, SEQ_LEN = 165 };
+
+static const char *model = llama; /* of the test at work */
 
 static void open_and_run(struct fixture *f, struct fixture_options options)
 {
@@ -50,19 +71,28 @@ static void check_equal(struct fixture_options one, struct fixture_options other
 static void bits_do_not_depend_on_the_number_of_threads(void **state)
 {
     (void)state;
-    for (int dtype = DEVICE_F32; dtype <= DEVICE_BF16; dtype++)
-        for (uint32_t threads = 2; threads <= 3; threads++)
-            check_equal(
-                (struct fixture_options){(enum device_dtype)dtype, 1, FIXTURE_SAVED, 2},
-                (struct fixture_options){(enum device_dtype)dtype, threads, FIXTURE_SAVED, 2});
+    for (int m = 0; m < MODELS; m++)
+        for (int dtype = DEVICE_F32; dtype <= DEVICE_BF16; dtype++)
+            for (uint32_t threads = 2; threads <= 3; threads++) {
+                model = models[m];
+                check_equal(
+                    (struct fixture_options){(enum device_dtype)dtype, 1, FIXTURE_SAVED, 2},
+                    (struct fixture_options){(enum device_dtype)dtype, threads, FIXTURE_SAVED, 2});
+            }
+    model = llama;
 }
 
 static void bits_do_not_depend_on_what_was_kept(void **state)
 {
     (void)state;
-    for (int dtype = DEVICE_F32; dtype <= DEVICE_BF16; dtype++)
-        check_equal((struct fixture_options){(enum device_dtype)dtype, 2, FIXTURE_SAVED, 4},
-                    (struct fixture_options){(enum device_dtype)dtype, 2, FIXTURE_RECOMPUTED, 4});
+    for (int m = 0; m < MODELS; m++)
+        for (int dtype = DEVICE_F32; dtype <= DEVICE_BF16; dtype++) {
+            model = models[m];
+            check_equal(
+                (struct fixture_options){(enum device_dtype)dtype, 2, FIXTURE_SAVED, 4},
+                (struct fixture_options){(enum device_dtype)dtype, 2, FIXTURE_RECOMPUTED, 4});
+        }
+    model = llama;
 }
 
 static void check_close(const struct fixture *a, const struct fixture *b, double tolerance)
@@ -123,24 +153,41 @@ static void gradients_are_the_slope_of_the_loss(void **state)
     fixture_close(&f);
 }
 
+/* Floats per token in a slot, in the order of layers.h. */
+static uint64_t slot_floats(const struct model_config *c)
+{
+    uint64_t query = c->n_heads * c->head_dim, key = c->n_kv_heads * c->head_dim;
+    uint64_t floats =
+        c->hidden_size + 2 * query + 2 * key + 2 * c->intermediate_size + 2 + c->n_heads;
+    if (c->plain_mlp)
+        floats -= c->intermediate_size;
+    if (c->qk_norm)
+        floats += query + key + c->n_heads + c->n_kv_heads;
+    if (c->post_norms)
+        floats += 2 * c->hidden_size + 2;
+    return floats;
+}
+
 static void memory_is_predicted_before_it_is_allocated(void **state)
 {
     (void)state;
-    struct model_config config;
-    struct model_layout layout;
     struct device *device;
-    fixture_must(model_config_parse(&config, model, strlen(model), "test"));
-    fixture_must(model_layout_init(&layout, &config, MODEL_PAGE_ELEMENTS_DEFAULT));
     fixture_must(device_cpu_open(&device, DEVICE_F32, 1));
-    struct layers_shape none = {.microbatch_size = 2, .seq_len = 64};
-    struct layers_shape two = {.microbatch_size = 2, .seq_len = 64, .saved_slots = 2};
-    struct layers_shape forward = {.microbatch_size = 2, .seq_len = 64, .forward_only = 1};
-    uint64_t tokens = 128, floats = 90 + 2 * 6 * 22 + 2 * 2 * 22 + 2 * 410 + 2 + 6;
-    uint64_t slots = layers_bytes(device, &layout, &two) - layers_bytes(device, &layout, &none);
-    assert_in_range(slots, 2 * 4 * tokens * floats, 2 * (4 * tokens * floats + 10 * 8192));
-    assert_true(layers_bytes(device, &layout, &forward) < layers_bytes(device, &layout, &none));
+    for (int m = 0; m < MODELS; m++) {
+        struct model_config config;
+        struct model_layout layout;
+        fixture_must(model_config_parse(&config, models[m], strlen(models[m]), "test"));
+        fixture_must(model_layout_init(&layout, &config, MODEL_PAGE_ELEMENTS_DEFAULT));
+        struct layers_shape none = {.microbatch_size = 2, .seq_len = 64};
+        struct layers_shape two = {.microbatch_size = 2, .seq_len = 64, .saved_slots = 2};
+        struct layers_shape forward = {.microbatch_size = 2, .seq_len = 64, .forward_only = 1};
+        uint64_t tokens = 128, floats = slot_floats(&config);
+        uint64_t slots = layers_bytes(device, &layout, &two) - layers_bytes(device, &layout, &none);
+        assert_in_range(slots, 2 * 4 * tokens * floats, 2 * (4 * tokens * floats + 18 * 8192));
+        assert_true(layers_bytes(device, &layout, &forward) < layers_bytes(device, &layout, &none));
+        model_layout_destroy(&layout);
+    }
     device_close(device);
-    model_layout_destroy(&layout);
 }
 
 int main(void)

@@ -133,7 +133,7 @@ def status_2_for_data_and_models_that_do_not_fit_together(t):
         "token out of vocabulary": ({"file": bad_tokens}, "60000"),
         "broken JSON": ({"file": bad_jsonl}, "bad.jsonl"),
         "too small a vocabulary": ({"hf": {"vocab_size": 200}}, "vocab_size"),
-        "another architecture": ({"hf": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}}, "GPT2LMHeadModel"),
+        "another architecture": ({"hf": {"architectures": ["BloomForCausalLM"], "model_type": "bloom"}}, "BloomForCausalLM"),
         "too long": ({"training": {"seq_len": 4096}}, "max_position_embeddings"),
     }
     for i, (name, (changes, text)) in enumerate(cases.items()):
