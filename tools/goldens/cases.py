@@ -273,6 +273,47 @@ PIPELINE_CASES = [PIPELINE_DEFAULTS | case for case in (
         "scheduler": {"type": "cosine", "warmup_steps": 3, "min_lr_ratio": 0.1},
         "config": small_config(tie_word_embeddings=False, rms_norm_eps=1e-12, pad_token_id=2),
     },
+    {
+        "name": "pipeline_mistral_untied_packed", "seed": 211, "data": "nanogpt", "packing": True,
+        "train": [397, 251], "validation": [223], "eval_sequences": 5,
+        "seq_len": 24, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 3.2,
+        "scheduler": {"type": "cosine", "warmup_steps": 3, "min_lr_ratio": 0.1},
+        "config": mistral_config(**NARROW, rope_theta=10000.0, sliding_window=6, tie_word_embeddings=False),
+    },
+    {
+        "name": "pipeline_qwen2_tied_unpacked", "seed": 212, "data": "nanogpt", "packing": False,
+        "train": [560], "validation": [200], "eval_sequences": 6,
+        "seq_len": 21, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 2.5,
+        "document_lengths": [1, 2, 7, 20, 21, 22, 50],
+        "scheduler": {"type": "linear", "warmup_steps": 2, "min_lr_ratio": 0.2},
+        "config": qwen2_config(**NARROW, rope_theta=10000.0, use_sliding_window=True, sliding_window=5,
+                               max_window_layers=1, tie_word_embeddings=True),
+    },
+    {
+        "name": "pipeline_phi3_untied_packed", "seed": 213, "data": "llmc16", "packing": True,
+        "train": [901], "validation": [300], "eval_sequences": 64,
+        "seq_len": 37, "micro_batch_size": 1, "gradient_accumulation_steps": 3, "max_grad_norm": 2.5,
+        "scheduler": {"type": "cosine", "warmup_steps": 2, "min_lr_ratio": 0.2},
+        "config": phi3_config(**{k: v for k, v in NARROW.items() if k != "head_dim"} | {"hidden_size": 32},
+                              rope_theta=10000.0, partial_rotary_factor=0.75, sliding_window=7,
+                              tie_word_embeddings=False, pad_token_id=2),
+    },
+    {
+        "name": "pipeline_gemma3_tied_packed", "seed": 214, "data": "llmc32", "packing": True,
+        "train": [811], "validation": [150], "eval_sequences": 64,
+        "seq_len": 26, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 1.55,
+        "scheduler": {"type": "wsd", "warmup_steps": 3, "min_lr_ratio": 0.1, "decay_ratio": 0.35},
+        "config": gemma3_config(**NARROW, rope_theta=20000.0, rope_local_base_freq=100.0, sliding_window=5,
+                                sliding_window_pattern=2, query_pre_attn_scalar=14, final_logit_softcapping=5.0,
+                                tie_word_embeddings=True, pad_token_id=0),
+    },
+    {
+        "name": "pipeline_gpt2_tied_packed", "seed": 215, "data": "nanogpt", "packing": True,
+        "train": [397, 251], "validation": [223], "eval_sequences": 5,
+        "seq_len": 24, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 1.4,
+        "scheduler": {"type": "cosine", "warmup_steps": 3, "min_lr_ratio": 0.1}, "eps": 1e-5,
+        "config": gpt2_config(n_embd=24, n_layer=2, n_head=4, n_inner=37, tie_word_embeddings=True),
+    },
 )]
 
 

@@ -31,7 +31,9 @@ import oracle
 
 BYTES_END = 256
 LLMC = {"llmc16": (20240520, 1, "<u2"), "llmc32": (20240801, 7, "<u4")}
-FULL_TENSOR = "model.layers.0.self_attn.q_proj.weight"  # of a variant: this and the vectors
+# of a variant: the one that the model has, and the vectors
+FULL_TENSORS = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.qkv_proj.weight",
+                "transformer.h.0.attn.c_attn.weight")
 
 
 # -- files: made from the case, then read back from their bytes --
@@ -185,13 +187,14 @@ def optimizer_of(named, case, variant):
 
 
 class Transformers:
-    """The oracle: transformers in the dtype asked for, explicit 4-D mask and positions."""
+    """The oracle: transformers in the dtype asked for, explicit 4-D masks and positions."""
 
     def __init__(self, folder, case, dtype, variant):
         self.model, self.variant = oracle.load(folder, dtype), variant
+        embedding = self.model.get_input_embeddings()
         if variant == "pad_trained":
-            self.model.model.embed_tokens.padding_idx = None
-        elif (self.model.model.embed_tokens.padding_idx or -1) != case["config"].get("pad_token_id", -1):
+            embedding.padding_idx = None
+        elif embedding.padding_idx != pad_of(case):
             raise SystemExit(f"{case['name']}: transformers has another padding_idx")
 
     def named(self):
@@ -202,8 +205,11 @@ class Transformers:
             document = torch.zeros_like(document)
         if self.variant == "labels_one_too_far":
             labels = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], -1)), 1)
-        logits = self.model(input_ids=tokens, position_ids=position, use_cache=False,
-                            attention_mask=oracle.block_mask(document, self.model.dtype)).logits
+        masks = oracle.masks(self.model, document)
+        if self.variant == "window_ignored":
+            full = oracle.block_mask(document, self.model.dtype)
+            masks = dict.fromkeys(masks, full) if isinstance(masks, dict) else full
+        logits = self.model(input_ids=tokens, position_ids=position, use_cache=False, attention_mask=masks).logits
         return oracle.summed_loss(logits, labels) * (labels >= 0).sum()
 
 
@@ -212,7 +218,7 @@ class Emulation:
 
     def __init__(self, folder, case, weights, high_half):
         self.case, self.high_half = case, high_half
-        self.rotary = oracle.load(folder, torch.float32).model.rotary_emb
+        self.library = oracle.load(folder, torch.float32)
         self.masters = {n: torch.nn.Parameter(torch.from_numpy(w.copy())) for n, w in weights.items()}
 
     def named(self):
@@ -221,14 +227,16 @@ class Emulation:
     def loss_sum(self, tokens, labels, document, position):
         high = {n: p + (torch.from_numpy(self.high_half(p.detach().numpy())) - p).detach()
                 for n, p in self.masters.items()}  # the gradient passes to the master as it is
-        cos, sin = self.rotary(torch.zeros(1, dtype=torch.float32), position)
-        length = tokens.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool).tril()
-        blocked = ~(causal & (document[:, :, None] == document[:, None, :]))
-        model = emulate.Llama(self.case["config"], high, emulate.Rounding.DESIGN)
-        rotation = [emulate.to_bfloat16(part) for part in (cos, sin)]
-        logits = model.logits(tokens, rotation, blocked)
-        return oracle.summed_loss(logits, labels) * (labels >= 0).sum()
+        rotations = emulate.rotations_of(self.library, position, emulate.Rounding.DESIGN, torch.float32)
+        model = emulate.Model(self.case["config"], high, emulate.Rounding.DESIGN)
+        at = {"tokens": tokens, "document": document, "position": position}
+        return oracle.summed_loss(model.logits(at, rotations), labels) * (labels >= 0).sum()
+
+
+def pad_of(case):
+    """The row of the embedding that look-ups do not train; GPT-2 trains all."""
+    config = case["config"]
+    return None if config["model_type"] == "gpt2" else config.get("pad_token_id")
 
 
 def labelled(batch):
@@ -280,10 +288,12 @@ def variants_of(case):
            "not_clipped"]
     if case["packing"]:
         out.append("documents_not_masked")
-    if "pad_token_id" in case["config"]:
+    if pad_of(case) is not None:
         out.append("pad_trained")
+    if any(emulate.Options(case["config"]).windows):
+        out.append("window_ignored")
     return out
 
 
 def kept_of_variant(after):
-    return {n: t for n, t in after.items() if t.ndim == 1 or n == FULL_TENSOR}
+    return {n: t for n, t in after.items() if t.ndim == 1 or n in FULL_TENSORS}
