@@ -335,6 +335,38 @@ def bfloat16_case(index):
     }
 
 
+FAMILY_BFLOAT16_MODELS = 4
+SMALLER = {"vocab_size": 31, "eos_token_id": None}
+FAMILY_BFLOAT16 = {
+    "mistral": mistral_config(**NARROW | SMALLER, num_hidden_layers=1, rope_theta=10000.0, sliding_window=7,
+                              tie_word_embeddings=False),
+    "qwen2": qwen2_config(**NARROW | SMALLER, num_hidden_layers=1, rope_theta=10000.0, tie_word_embeddings=False),
+    "qwen3": qwen3_config(**NARROW | SMALLER, num_hidden_layers=1, rope_theta=10000.0, tie_word_embeddings=True),
+    "phi3": phi3_config(**NARROW | SMALLER, num_hidden_layers=1, rope_theta=10000.0,
+                        tie_word_embeddings=False),
+    "gemma2": gemma2_config(**NARROW | SMALLER, rope_theta=10000.0, sliding_window=6, query_pre_attn_scalar=14,
+                            attn_logit_softcapping=2.5, final_logit_softcapping=3.0, tie_word_embeddings=False),
+    "gemma3": gemma3_config(**NARROW | SMALLER, rope_theta=20000.0, rope_local_base_freq=100.0, sliding_window=6,
+                            sliding_window_pattern=2, query_pre_attn_scalar=14, tie_word_embeddings=True),
+    "gpt2": gpt2_config(**SMALLER, n_positions=32, n_embd=24, n_layer=1, n_head=4, n_inner=37,
+                        tie_word_embeddings=True),
+}
+
+
+def family_bfloat16_case(family, index):
+    """As bfloat16_case(), of another family; fewer models, since what is not in a Llama is little."""
+    return {
+        "name": f"bf16_{family}_{index}",
+        "seed": 400 + 16 * list(FAMILY_BFLOAT16).index(family) + index,
+        "batch": 3,
+        "seq_len": 29,
+        "packed": index % 2 == 1,
+        "max_grad_norm": 1.0,
+        "embedding_std": 0.2,
+        "config": FAMILY_BFLOAT16[family],
+    }
+
+
 def weights(case):
     """Float32 arrays by Hugging Face name. Deep enough in scale that attention is far from uniform."""
     c, rng = case["config"], numpy.random.Generator(numpy.random.PCG64(case["seed"]))

@@ -94,7 +94,7 @@ def slides_of(c, kind, layers):
     if kind in ("qwen2", "qwen3"):
         return [bool(c.get("use_sliding_window")) and i >= c.get("max_window_layers", 28) for i in range(layers)]
     if kind in ("mistral", "phi3"):
-        return [c["sliding_window"] is not None] * layers
+        return [c.get("sliding_window") is not None] * layers
     pattern = {"gemma2": 2, "gemma3_text": c.get("sliding_window_pattern", 6)}.get(kind)
     return [bool(pattern) and (i + 1) % pattern != 0 for i in range(layers)]
 

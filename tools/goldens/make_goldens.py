@@ -284,15 +284,21 @@ def over_models(errors, kind):
     return root([e[kind][0] for e in errors]), {n: root([e[kind][1][n] for e in errors]) for n in names}
 
 
-def report_bfloat16(errors):
+def report_bfloat16(name, errors):
     """How the two emulations and transformers' own bf16 compare over all models."""
     base_loss, base = over_models(errors, emulate.Rounding.DESIGN)
-    print(f"bfloat16: loss rms error, scores in float32: {base_loss:.2e}")
+    print(f"{name}: loss rms error, scores in float32: {base_loss:.2e}")
     for kind in (emulate.Rounding.EAGER, "library"):
         loss, grads = over_models(errors, kind)
         ratios = sorted(grads[n] / base[n] for n in base)
-        print(f"bfloat16: {kind} over that: loss {loss / base_loss:.2f}, gradients "
+        print(f"{name}: {kind} over that: loss {loss / base_loss:.2f}, gradients "
               f"{ratios[0]:.2f} to {ratios[-1]:.2f}, median {ratios[len(ratios) // 2]:.2f}")
+
+
+def make_bfloat16_cases(name, group, only):
+    errors = [make_bfloat16_case(case) for case in group if case["name"].startswith(only)]
+    if errors:
+        report_bfloat16(name, errors)
 
 
 def main():
@@ -310,10 +316,10 @@ def main():
     for case in cases.PIPELINE_CASES:
         if case["name"].startswith(only):
             make_pipeline_case(case)
-    errors = [make_bfloat16_case(case) for case in map(cases.bfloat16_case, range(16))
-              if case["name"].startswith(only)]
-    if errors:
-        report_bfloat16(errors)
+    make_bfloat16_cases("bfloat16", map(cases.bfloat16_case, range(16)), only)
+    for family in cases.FAMILY_BFLOAT16:
+        group = [cases.family_bfloat16_case(family, i) for i in range(cases.FAMILY_BFLOAT16_MODELS)]
+        make_bfloat16_cases("bfloat16, " + family, group, only)
     size = sum(p.stat().st_size for p in OUT.rglob("*") if p.is_file())
     print(f"{OUT}: {size / 1e6:.2f} MB")
 
