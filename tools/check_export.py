@@ -1,11 +1,14 @@
 """Loads an exported Hugging Face folder with transformers and shows what it computes.
 
     tools/venv/bin/python tools/check_export.py HF_DIR [--tokens FILE] [--write-logits OUT.safetensors]
+        [--ours build/release/tests/numeric/logits]
 
 Every tensor of the model must be in the folder and none beside them. Prints the number of
 parameters, a SHA-256 of the logits' float32 bytes, and the loss of predicting
-each token from those before it. FILE holds token ids in text, separated by white space. Exit 1
-when a tensor is missing, unexpected or of another shape, or a logit is not finite.
+each token from those before it. FILE holds token ids in text, separated by white space. With --ours (a
+program that `make` builds under that name) our layers compute the logits of the same tokens from the same
+folder, in float32 too; the largest difference is printed. Exit 1 when a tensor is missing, unexpected or of
+another shape, a logit is not finite, or ours differ by more than 1e-5, or 1e-5 of the largest if that is over 1.
 """
 
 import argparse
@@ -13,7 +16,9 @@ import hashlib
 import json
 import os
 import pathlib
+import subprocess
 import sys
+import tempfile
 
 os.environ.update(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error",
                   HF_HUB_DISABLE_PROGRESS_BARS="1", TQDM_DISABLE="1")
@@ -32,10 +37,11 @@ def load(folder):
     return model.eval()
 
 
-def read_tokens(path, vocab_size):
+def read_tokens(path, config):
     """The ids of a file, or without one the first ids of the vocabulary in a fixed order."""
+    vocab_size = config.vocab_size
     if path is None:
-        return torch.arange(64)[None] * 31 % vocab_size
+        return torch.arange(min(64, config.max_position_embeddings))[None] * 31 % vocab_size
     ids = [int(word) for word in pathlib.Path(path).read_text().split()]
     wrong = [i for i in ids if not 0 <= i < vocab_size]
     if len(ids) < 2 or wrong:
@@ -43,15 +49,27 @@ def read_tokens(path, vocab_size):
     return torch.tensor([ids])
 
 
+def difference_to_ours(program, folder, tokens, logits):
+    """The largest, over what is allowed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        ids, out = pathlib.Path(scratch, "tokens"), pathlib.Path(scratch, "logits")
+        ids.write_bytes(tokens.to(torch.int32).numpy().tobytes())
+        subprocess.run([program, folder, ids, out], check=True)
+        ours = torch.frombuffer(bytearray(out.read_bytes()), dtype=torch.float32).view_as(logits)
+    largest = (ours - logits).abs().max().item()
+    return largest, largest / (1e-5 * max(1.0, logits.abs().max().item()))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder")
     parser.add_argument("--tokens", metavar="FILE")
     parser.add_argument("--write-logits", metavar="OUT")
+    parser.add_argument("--ours", metavar="PROGRAM")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model = load(arguments.folder)
-    tokens = read_tokens(arguments.tokens, model.config.vocab_size)
+    tokens = read_tokens(arguments.tokens, model.config)
     with torch.no_grad():
         logits = model(input_ids=tokens, use_cache=False).logits
     if not torch.isfinite(logits).all():
@@ -60,7 +78,13 @@ def main():
     if arguments.write_logits:
         save_file({"logits": logits.contiguous(), "tokens": tokens.to(torch.int32)},
                   arguments.write_logits)
-    print(json.dumps({
+    found = {}
+    if arguments.ours:
+        largest, share = difference_to_ours(arguments.ours, arguments.folder, tokens, logits)
+        found = {"largest_logit": logits.abs().max().item(), "difference_to_ours": largest}
+        if not share <= 1:
+            sys.exit(f"{arguments.folder}: our logits differ by {largest:.2g}: {found}")
+    print(json.dumps(found | {
         "architecture": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens": tokens.numel(),

@@ -29,7 +29,7 @@ import emulate  # noqa: E402
 import oracle  # noqa: E402
 import pipeline  # noqa: E402
 
-OUT = pathlib.Path(os.environ.get("FAM_OUT") or pathlib.Path(__file__).resolve().parents[2] / "tests" / "goldens")
+OUT = pathlib.Path(__file__).resolve().parents[2] / "tests" / "goldens"
 TOLERANCE = {"loss": 5e-6, "logits": 1e-5, "gradient": 1e-5, "after": 1e-4}
 
 
