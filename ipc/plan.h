@@ -20,7 +20,7 @@
 #define PLAN_MAGIC 0x314e414c50544dull /* "MTPLAN1" */
 
 enum {
-    PLAN_LAYOUT_VERSION = 2,
+    PLAN_LAYOUT_VERSION = 1,
     PLAN_LISTS_MAX = 65536,    /* entries over all text lists */
     PLAN_ENDPOINT_BYTES = 108, /* sun_path: a longer ipc path fails to bind */
     PLAN_TOKEN_BYTES = 33,     /* 32 hexadecimal digits that a peer must know */

@@ -135,6 +135,25 @@ static const char *const keys[] = {
     "sliding_window",
     "_x",
     "mlp_bias",
+    "use_sliding_window",
+    "max_window_layers",
+    "layer_types",
+    "sliding_window_pattern",
+    "partial_rotary_factor",
+    "rope_local_base_freq",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "hidden_activation",
+    "activation_function",
+    "attention_dropout",
+    "resid_pdrop",
+    "n_embd",
+    "n_layer",
+    "n_head",
+    "n_inner",
+    "n_positions",
+    "layer_norm_epsilon",
 };
 
 static const char llama3[] = "{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":1,"
@@ -170,28 +189,53 @@ static const char *const texts[] = {
     "[1,2,3,4,5,6,7,8,9]",
     "{\"type\":\"linear\",\"factor\":2}",
     "{\"rope_type\":\"default\",\"rope_theta\":5}",
+    "{\"full_attention\":{\"rope_theta\":5},\"sliding_attention\":{\"factor\":2,\"type\":"
+    "\"linear\"}}",
+    "[\"full_attention\",\"sliding_attention\"]",
+    "\"gelu_new\"",
+    "\"gelu_pytorch_tanh\"",
+    "0.75",
     llama3,
     llama3_bad,
 };
 
-/* `{"model_type":"llama"` stays in front; a key and its value are put behind it. */
+static const char *const heads[] = {
+    "{\"model_type\":\"llama\"", "{\"model_type\":\"mistral\"",     "{\"model_type\":\"qwen2\"",
+    "{\"model_type\":\"qwen3\"", "{\"model_type\":\"phi3\"",        "{\"model_type\":\"gemma2\"",
+    "{\"model_type\":\"gpt2\"",  "{\"model_type\":\"gemma3_text\"",
+};
+
+/* The head that the text has, or one at random. */
+static const char *head_of(const uint8_t *data, size_t size, uint64_t *random)
+{
+    for (size_t i = 0; i < sizeof heads / sizeof heads[0]; i++) {
+        size_t n = strlen(heads[i]);
+        if (size > n && memcmp(data + 1, heads[i], n) == 0)
+            return heads[i];
+    }
+    return heads[fuzz_below(random, sizeof heads / sizeof heads[0])];
+}
+
+/* `{"model_type":"llama"` or another family stays in front; a key and its value are put behind it.
+ */
 size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsigned int seed)
 {
-    static const char head[] = "{\"model_type\":\"llama\"", tail[] = "}";
+    static const char tail[] = "}";
     uint64_t random = seed;
     char pair[256];
-    size_t front = 1 + sizeof head - 1;
+    const char *head = head_of(data, size, &random);
+    size_t front = 1 + strlen(head);
     if (fuzz_below(&random, 3) == 0)
         return LLVMFuzzerMutate(data, size, max_size);
     int n = snprintf(pair, sizeof pair, ",\"%s\":%s",
                      keys[fuzz_below(&random, sizeof keys / sizeof keys[0])],
                      texts[fuzz_below(&random, sizeof texts / sizeof texts[0])]);
     REQUIRE(n > 0 && (size_t)n < sizeof pair);
-    if (size < front + 1 || memcmp(data + 1, head, sizeof head - 1) != 0) {
+    if (size < front + 1 || memcmp(data + 1, head, front - 1) != 0) {
         if (front + sizeof tail > max_size)
             return size;
         data[0] = size ? data[0] : 0;
-        memcpy(data + 1, head, sizeof head - 1);
+        memcpy(data + 1, head, front - 1);
         memcpy(data + front, tail, sizeof tail - 1);
         size = front + sizeof tail - 1;
     }
