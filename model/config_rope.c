@@ -154,7 +154,7 @@ static int read_flat(const struct config_source *s, const struct config_family *
                      struct model_config *config)
 {
     char where[512];
-    struct config_source new;
+    struct config_source new = {0};
     const json_t *old = config_lookup(s->root, "rope_scaling");
     int rc = open_object(s, "rope_parameters", where, &new);
     if (rc < 0)
@@ -186,7 +186,7 @@ static int read_by_layer_type(const struct config_source *s, const struct config
                               struct model_config *config)
 {
     char where[512];
-    struct config_source new;
+    struct config_source new = {0};
     const json_t *old = config_lookup(s->root, "rope_scaling");
     int rc = config_read_real(s, "rope_local_base_freq", THETA_MIN, THETA_MAX,
                               &config->rope[MODEL_REACH_SLIDING].theta);

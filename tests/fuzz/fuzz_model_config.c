@@ -161,6 +161,9 @@ static const char llama3[] = "{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_
 static const char llama3_bad[] = "{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":4,"
                                  "\"high_freq_factor\":4}";
 
+static const char nested[] = "{\"full_attention\":{\"rope_theta\":5},\"sliding_attention\":{"
+                             "\"factor\":2,\"type\":\"linear\"}}";
+
 static const char *const texts[] = {
     "0",
     "1",
@@ -189,8 +192,7 @@ static const char *const texts[] = {
     "[1,2,3,4,5,6,7,8,9]",
     "{\"type\":\"linear\",\"factor\":2}",
     "{\"rope_type\":\"default\",\"rope_theta\":5}",
-    "{\"full_attention\":{\"rope_theta\":5},\"sliding_attention\":{\"factor\":2,\"type\":"
-    "\"linear\"}}",
+    nested,
     "[\"full_attention\",\"sliding_attention\"]",
     "\"gelu_new\"",
     "\"gelu_pytorch_tanh\"",
