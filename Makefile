@@ -187,6 +187,7 @@ numbers: all benches tools/venv/installed
 
 goldens: tools/venv/installed
 	tools/venv/bin/python tools/goldens/make_goldens.py
+	tools/venv/bin/python tools/goldens/safetensors_corpus.py
 	git --no-pager diff --stat -- tests/goldens
 
 # the pinned reference stack; only goldens, numbers and check_export.py need it, and the network

@@ -15,6 +15,7 @@
 
 #include "io_worker/folder.h"
 #include "model/config_dtype.h"
+#include "model/folder_file.h"
 #include "model/safetensors.h"
 #include "model/weights.h"
 #include "model/split.h"
@@ -157,11 +158,36 @@ static int choose_dtypes(struct export *e, const struct export_config *c)
     return rc;
 }
 
+/* A file of the model's folder, which no link leads out of. 1: read, 0: absent, or an error. */
+static int read_of_model(const char *folder, const char *name, char **bytes, size_t *n)
+{
+    char path[PATH_MAX];
+    int fd;
+    int rc = model_folder_open(folder, name, &fd);
+    if (rc <= 0)
+        return rc;
+    (void)snprintf(path, sizeof path, "%s/%s", folder, name); /* fits: it was opened */
+    return folder_read_fd(fd, path, COPIED_BYTES_MAX, bytes, n);
+}
+
+int export_check_folder(const char *model_folder)
+{
+    for (size_t i = 0; i < N_COPIED; i++) {
+        int fd;
+        int rc = model_folder_open(model_folder, copied_files[i], &fd);
+        if (rc < 0)
+            return error_wrap("exports would copy it");
+        if (rc > 0)
+            (void)close(fd); /* was not read */
+    }
+    return 0;
+}
+
 static int copy_config(const struct export *e, const struct export_config *c)
 {
     char *json, *rewritten = NULL;
     size_t n;
-    int rc = folder_read_file(c->model_folder, CONFIG_NAME, COPIED_BYTES_MAX, &json, &n);
+    int rc = read_of_model(c->model_folder, CONFIG_NAME, &json, &n);
     if (rc == 0)
         return error_set(ERROR_USER, "%s/" CONFIG_NAME ": expected, found no such file",
                          c->model_folder);
@@ -182,26 +208,33 @@ static int copy_config(const struct export *e, const struct export_config *c)
 }
 
 /* 1: copied, 0: absent. */
-static int copy_file(const struct export *e, const char *folder, const char *name, const char *as)
+static int copy_file(const struct export *e, const char *folder, const char *name)
 {
     char *bytes;
     size_t n;
-    int rc = folder_read_file(folder, name, COPIED_BYTES_MAX, &bytes, &n);
+    int rc = read_of_model(folder, name, &bytes, &n);
     if (rc <= 0)
         return rc;
-    rc = folder_write_file(e->temporary, as, bytes, n);
+    rc = folder_write_file(e->temporary, name, bytes, n);
     free(bytes);
     return rc < 0 ? rc : 1;
 }
 
-/* The tokenizer that the run names in place of the model folder's. */
+/* The tokenizer that the run names in place of the model folder's: wherever that path leads. */
 static int copy_tokenizer(const struct export *e, const char *path)
 {
-    char *folder = folder_parent(path);
+    char *bytes, *folder = folder_parent(path);
+    size_t n;
     const char *slash = strrchr(path, '/');
-    int rc = copy_file(e, folder, slash ? slash + 1 : path, "tokenizer.json");
+    int rc = folder_read_file(folder, slash ? slash + 1 : path, COPIED_BYTES_MAX, &bytes, &n);
     free(folder);
-    return rc == 0 ? error_set(ERROR_USER, "%s: the tokenizer is gone", path) : rc;
+    if (rc == 0)
+        return error_set(ERROR_USER, "%s: the tokenizer is gone", path);
+    if (rc < 0)
+        return rc;
+    rc = folder_write_file(e->temporary, "tokenizer.json", bytes, n);
+    free(bytes);
+    return rc;
 }
 
 static int copy_files(const struct export *e, const struct export_config *c)
@@ -210,7 +243,7 @@ static int copy_files(const struct export *e, const struct export_config *c)
     for (size_t i = 0; i < N_COPIED; i++) {
         if (other && strcmp(copied_files[i], "tokenizer.json") == 0)
             continue;
-        if (copy_file(e, c->model_folder, copied_files[i], copied_files[i]) < 0)
+        if (copy_file(e, c->model_folder, copied_files[i]) < 0)
             return -(int)error_kind_now();
     }
     if (other && copy_tokenizer(e, c->tokenizer) < 0)

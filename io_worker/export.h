@@ -42,6 +42,12 @@ struct export_config {
 };
 
 /*
+ * Whether the files that an export copies from the model folder lie in it (model/folder_file.h), to
+ * be asked before a run rather than at its end. -ERROR_USER naming the file.
+ */
+int export_check_folder(const char *model_folder);
+
+/*
  * -ERROR_USER: the model folder or a dtype cannot be used, or `out` exists and is neither an export
  * nor empty. -ERROR_FIT: no space for the model in the file system of `out`. -ERROR_FAILED: I/O.
  * Pairs with export_close().

@@ -109,16 +109,9 @@ static int read_fd(int fd, const char *path, char *bytes, size_t n)
     return 1;
 }
 
-int folder_read_file(const char *folder, const char *name, size_t n_max, char **bytes, size_t *n)
+int folder_read_fd(int fd, const char *path, size_t n_max, char **bytes, size_t *n)
 {
-    char path[PATH_MAX];
     struct stat status;
-    (void)snprintf(path, sizeof path, "%s/%s", folder, name); /* too long: open says so */
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0 && errno == ENOENT)
-        return 0;
-    if (fd < 0)
-        return error_set(ERROR_USER, "%s: cannot open: %s", path, strerror(errno));
     int rc = 0;
     if (fstat(fd, &status) < 0 || !S_ISREG(status.st_mode))
         rc = error_set(ERROR_USER, "%s: expected a regular file", path);
@@ -137,6 +130,18 @@ int folder_read_file(const char *folder, const char *name, size_t n_max, char **
     }
     (void)close(fd); /* opened for reading */
     return rc;
+}
+
+int folder_read_file(const char *folder, const char *name, size_t n_max, char **bytes, size_t *n)
+{
+    char path[PATH_MAX];
+    (void)snprintf(path, sizeof path, "%s/%s", folder, name); /* too long: open says so */
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0 && errno == ENOENT)
+        return 0;
+    if (fd < 0)
+        return error_set(ERROR_USER, "%s: cannot open: %s", path, strerror(errno));
+    return folder_read_fd(fd, path, n_max, bytes, n);
 }
 
 int folder_has(const char *folder, const char *name)

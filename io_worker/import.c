@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "io_worker/export.h"
 #include "model/safetensors.h"
 #include "model/split.h"
 #include "model/weights.h"
@@ -20,6 +21,63 @@ struct import {
     float *chunk; /* (CHUNK_ELEMENTS) f32 */
 };
 
+/* Elements [first, first + n) of head and embedding: equal, or the first that is not is named. */
+static int compare_tied(const struct import *im, const struct safetensors_tensor *head,
+                        const struct safetensors_tensor *embedding, uint64_t first, uint64_t n)
+{
+    float *a = im->chunk, *b = im->chunk + CHUNK_ELEMENTS / 2;
+    if (safetensors_read(im->source, head, first, n, a) < 0 ||
+        safetensors_read(im->source, embedding, first, n, b) < 0)
+        return -(int)error_kind_now();
+    for (uint64_t i = 0; i < n; i++) {
+        if (a[i] == b[i] || (isnan(a[i]) && isnan(b[i])))
+            continue;
+        (void)error_set(ERROR_USER,
+                        "%s: tensor %s: element %" PRIu64 " is %g, expected %g as in %s, because "
+                        "config.json ties them",
+                        safetensors_file_path(im->source, head->file), head->name, first + i,
+                        (double)a[i], (double)b[i], embedding->name);
+        return error_hint("if the model has a head of its own, config.json needs "
+                          "\"tie_word_embeddings\": false; else remove the tensor");
+    }
+    return 0;
+}
+
+/* A head beside tied embeddings is left out, so it must say what they say: transformers would not
+ * tie two that differ. */
+static int check_tied_head(const struct import *im)
+{
+    struct safetensors_tensor head, embedding;
+    const struct model_tensor *tied = model_layer_tensor(im->layout, 0, MODEL_EMBED);
+    if (!im->layout->config.tie_word_embeddings || tied == NULL ||
+        safetensors_find(im->source, "lm_head.weight", &head) < 0 ||
+        safetensors_find(im->source, tied->name, &embedding) < 0)
+        return 0;
+    if (head.n_dims != 2 || head.shape[0] != tied->rows || head.shape[1] != tied->cols)
+        return error_set(ERROR_USER,
+                         "%s: tensor lm_head.weight: expected the shape of %s [%" PRIu64
+                         ", %" PRIu64 "], because config.json ties them",
+                         safetensors_file_path(im->source, head.file), tied->name, tied->rows,
+                         tied->cols);
+    for (uint64_t done = 0, n; done < head.elements; done += n) {
+        n = head.elements - done;
+        if (n > CHUNK_ELEMENTS / 2)
+            n = CHUNK_ELEMENTS / 2;
+        if (compare_tied(im, &head, &embedding, done, n) < 0)
+            return -(int)error_kind_now();
+    }
+    return 0;
+}
+
+static int open_source(struct import *im, const char *folder)
+{
+    if (safetensors_open_folder(&im->source, folder) < 0 ||
+        model_check_weights(im->layout, im->source) < 0 || check_tied_head(im) < 0 ||
+        export_check_folder(folder) < 0)
+        return -(int)error_kind_now();
+    return 0;
+}
+
 int import_open(struct import **out, const struct import_config *config)
 {
     struct import *im = calloc(1, sizeof *im);
@@ -28,8 +86,7 @@ int import_open(struct import **out, const struct import_config *config)
     im->seed = config->seed;
     im->chunk = malloc(CHUNK_ELEMENTS * sizeof *im->chunk);
     CHECK(im->chunk != NULL);
-    if (config->folder != NULL && (safetensors_open_folder(&im->source, config->folder) < 0 ||
-                                   model_check_weights(im->layout, im->source) < 0)) {
+    if (config->folder != NULL && open_source(im, config->folder) < 0) {
         import_close(im);
         return -(int)error_kind_now();
     }

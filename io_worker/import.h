@@ -24,7 +24,8 @@ struct import_config {
 };
 
 /*
- * Opens the checkpoint and checks every tensor's name, shape and dtype against the layout.
+ * Opens the checkpoint and checks every tensor's name, shape and dtype against the layout, a head
+ * beside tied embeddings against them, and that what exports will copy lies in the folder.
  * -ERROR_USER naming file, tensor, expected and found. Pairs with import_close().
  */
 int import_open(struct import **im, const struct import_config *config);

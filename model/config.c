@@ -1,5 +1,6 @@
 #include "model/config.h"
 
+#include <errno.h>
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -523,7 +524,9 @@ int model_config_load(struct model_config *config, const char *folder)
     if (n < 0 || (size_t)n >= sizeof path)
         return error_set(ERROR_USER, "model folder: expected a path below 4000 bytes, found %d", n);
     json_t *root;
-    int rc = model_json_load(&root, path, CONFIG_BYTES_MAX);
+    int rc = model_json_load_in(&root, folder, "config.json", CONFIG_BYTES_MAX);
+    if (rc == 0)
+        return error_set(ERROR_USER, "%s: cannot open: %s", path, strerror(ENOENT));
     if (rc < 0)
         return rc;
     rc = config_from_json(config, root, path);

@@ -3,17 +3,54 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "model/folder_file.h"
 #include "procs/error.h"
+
+/* Values as jansson will make them, at most: one after each [ { and comma outside of strings. */
+static uint64_t count_values(const char *text, uint64_t bytes)
+{
+    uint64_t n = 1;
+    int in_string = 0;
+    for (uint64_t i = 0; i < bytes; i++) {
+        if (in_string && text[i] == '\\')
+            i++; /* what is escaped ends no string */
+        else if (text[i] == '"')
+            in_string = !in_string;
+        else if (!in_string)
+            n += text[i] == '[' || text[i] == '{' || text[i] == ',';
+    }
+    return n;
+}
+
+/* What jansson does not look at. */
+static int check_text(const char *text, uint64_t bytes, const char *where)
+{
+    /* no JSON has it; jansson takes one behind a number for its end */
+    const char *zero = memchr(text, 0, bytes);
+    if (zero)
+        return error_set(ERROR_USER, "%s: not valid JSON: zero byte at byte %" PRIu64, where,
+                         (uint64_t)(zero - text));
+    uint64_t values = count_values(text, bytes);
+    if (values > MODEL_JSON_VALUES_MAX)
+        return error_set(ERROR_USER, "%s: expected at most %d values, found up to %" PRIu64, where,
+                         MODEL_JSON_VALUES_MAX, values);
+    return 0;
+}
 
 int model_json_parse(json_t **root, const char *text, uint64_t bytes, const char *where)
 {
     json_error_t error;
+    *root = NULL;
+    int rc = bytes > 0 ? check_text(text, bytes, where) : 0;
+    if (rc < 0)
+        return rc;
     *root = json_loadb(text, bytes, JSON_REJECT_DUPLICATES, &error);
     if (!*root) {
         if (json_error_code(&error) == json_error_out_of_memory)
@@ -74,12 +111,26 @@ static int load_open(json_t **root, int fd, const char *path, uint64_t bytes_max
 int model_json_load(json_t **root, const char *path, uint64_t bytes_max)
 {
     *root = NULL;
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO is refused, not waited for */
     if (fd < 0)
         return error_set(ERROR_USER, "%s: cannot open: %s", path, strerror(errno));
     int rc = load_open(root, fd, path, bytes_max);
     (void)close(fd); /* was only read */
     return rc;
+}
+
+int model_json_load_in(json_t **root, const char *folder, const char *name, uint64_t bytes_max)
+{
+    char path[PATH_MAX];
+    int fd;
+    *root = NULL;
+    int rc = model_folder_open(folder, name, &fd);
+    if (rc <= 0)
+        return rc;
+    (void)snprintf(path, sizeof path, "%s/%s", folder, name); /* fits: it was opened */
+    rc = load_open(root, fd, path, bytes_max);
+    (void)close(fd); /* was only read */
+    return rc < 0 ? rc : 1;
 }
 
 const char *model_json_text(const json_t *value, char text[MODEL_JSON_TEXT_BYTES])

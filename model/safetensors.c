@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "model/folder_file.h"
 #include "model/json.h"
 #include "procs/check.h"
 #include "procs/error.h"
@@ -135,6 +136,9 @@ static int reserve_tensors(struct safetensors *st, uint64_t more)
     uint64_t want = st->n_tensors + more;
     if (want <= st->tensors_max)
         return 0;
+    if (more > SAFETENSORS_TENSORS_MAX || want > SAFETENSORS_TENSORS_MAX)
+        return error_set(ERROR_USER, "%s: expected at most %d tensors in a model, found %" PRIu64,
+                         st->files[st->n_files - 1].path, SAFETENSORS_TENSORS_MAX, want);
     uint64_t room = want > 2 * st->tensors_max ? want : 2 * st->tensors_max;
     struct safetensors_tensor *grown = reallocarray(st->tensors, room, sizeof *grown);
     if (!grown)
@@ -163,6 +167,8 @@ static int check_metadata(const struct file *file, const json_t *metadata)
 {
     const char *key;
     json_t *value;
+    if (json_is_null(metadata)) /* an optional field, to the reference implementation */
+        return 0;
     if (!json_is_object(metadata))
         return refuse(file, "__metadata__", "an object of strings", metadata);
     json_object_foreach((json_t *)metadata, key, value)
@@ -285,24 +291,30 @@ static int open_header(struct safetensors *st, uint32_t index)
     return read_header(st, index, bytes);
 }
 
-/* Opens the next file; whatever happens, safetensors_close() releases it. */
-static int add_file(struct safetensors *st, const char *path)
+/* Takes over fd as the next file; whatever happens, safetensors_close() releases it. */
+static int add_file(struct safetensors *st, const char *path, int fd)
 {
-    uint32_t index = st->n_files;
-    struct file *file = &st->files[index];
+    struct file *file = &st->files[st->n_files];
     file->path = strdup(path);
-    if (!file->path)
+    if (!file->path) {
+        (void)close(fd); /* was not read */
         return error_set(ERROR_FAILED, "%s: no memory", path);
-    file->fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (file->fd < 0) {
-        int missing = errno == ENOENT || errno == EACCES;
-        int rc = error_set(missing ? ERROR_USER : ERROR_FAILED, "%s: cannot open: %s", path,
-                           strerror(errno));
-        free(file->path);
-        return rc;
     }
-    st->n_files++;
-    return open_header(st, index);
+    file->fd = fd;
+    return open_header(st, st->n_files++);
+}
+
+/* 1, 0: absent, or an error. */
+static int add_file_of(struct safetensors *st, const char *folder, const char *name)
+{
+    char path[PATH_BYTES];
+    int fd;
+    int rc = model_folder_open(folder, name, &fd);
+    if (rc <= 0)
+        return rc;
+    (void)snprintf(path, sizeof path, "%s/%s", folder, name); /* fits: it was opened */
+    rc = add_file(st, path, fd);
+    return rc < 0 ? rc : 1;
 }
 
 /* ---- all files ---- */
@@ -313,17 +325,11 @@ static int compare_names(const void *a, const void *b)
                   ((const struct safetensors_tensor *)b)->name);
 }
 
-static int sort_names(struct safetensors *st)
+/* No two are equal: within a file the JSON forbids it, across files check_shard(). */
+static void sort_names(struct safetensors *st)
 {
     if (st->n_tensors > 0)
         qsort(st->tensors, st->n_tensors, sizeof *st->tensors, compare_names);
-    for (uint64_t i = 1; i < st->n_tensors; i++) {
-        const struct safetensors_tensor *a = &st->tensors[i - 1], *b = &st->tensors[i];
-        if (strcmp(a->name, b->name) == 0)
-            return error_set(ERROR_USER, "tensor %s: expected in one file, found in %s and %s",
-                             a->name, st->files[a->file].path, st->files[b->file].path);
-    }
-    return 0;
 }
 
 static int allocate(struct safetensors **out, uint32_t n_files)
@@ -341,23 +347,44 @@ static int allocate(struct safetensors **out, uint32_t n_files)
     return 0;
 }
 
-static int open_single(struct safetensors *st, const char *path)
+/* Gives up what was opened so far; returns rc. */
+static int give_up(struct safetensors **st, int rc)
 {
-    int rc = add_file(st, path);
-    return rc < 0 ? rc : sort_names(st);
+    safetensors_close(*st);
+    *st = NULL;
+    return rc;
 }
 
 int safetensors_open_file(struct safetensors **st, const char *path)
 {
+    *st = NULL;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0)
+        return error_set(errno == ENOENT || errno == EACCES ? ERROR_USER : ERROR_FAILED,
+                         "%s: cannot open: %s", path, strerror(errno));
+    int rc = allocate(st, 1);
+    if (rc < 0) {
+        (void)close(fd); /* was not read */
+        return rc;
+    }
+    rc = add_file(*st, path, fd);
+    if (rc < 0)
+        return give_up(st, rc);
+    sort_names(*st);
+    return 0;
+}
+
+/* model.safetensors of the folder. 1, 0: absent, or an error. */
+static int open_single(struct safetensors **st, const char *folder)
+{
     int rc = allocate(st, 1);
     if (rc < 0)
         return rc;
-    rc = open_single(*st, path);
-    if (rc < 0) {
-        safetensors_close(*st);
-        *st = NULL;
-    }
-    return rc;
+    rc = add_file_of(*st, folder, "model.safetensors");
+    if (rc <= 0)
+        return give_up(st, rc);
+    sort_names(*st);
+    return 1;
 }
 
 static int compare_strings(const void *a, const void *b)
@@ -406,99 +433,120 @@ static int collect_shards(const char *index, const json_t *map, const char **nam
     return 0;
 }
 
+/* model.safetensors.index.json, opened. */
+struct index {
+    const char *folder;
+    const char *path;
+    const json_t *map; /* "weight_map" */
+};
+
 static const char *base_name(const char *path)
 {
     const char *slash = strrchr(path, '/');
     return slash ? slash + 1 : path;
 }
 
-/* The index and the shards tell the same: every tensor is where the index says, and no other is. */
-static int check_index(const struct safetensors *st, const char *index, const json_t *map)
+/* The newest file, with its tensors from `first` on, is the shard that the index describes: it
+ * holds no tensor that the index puts elsewhere or does not know. Asked after each file, so that a
+ * hundred names for one file are noticed at the second. */
+static int check_shard(const struct safetensors *st, uint64_t first, const struct index *index)
 {
-    const char *name;
-    json_t *value;
-    json_object_foreach((json_t *)map, name, value)
-    {
-        struct safetensors_tensor t;
-        const char *shard = json_string_value(value);
-        if (safetensors_find(st, name, &t) < 0)
-            return error_set(ERROR_USER, "%s: tensor %s: expected in %s, found nowhere", index,
-                             name, shard);
-        if (strcmp(base_name(st->files[t.file].path), shard) != 0)
-            return error_set(ERROR_USER, "%s: tensor %s: expected in %s, found in %s", index, name,
-                             shard, base_name(st->files[t.file].path));
-    }
-    for (uint64_t i = 0; i < st->n_tensors; i++)
-        if (!json_object_get(map, st->tensors[i].name))
+    const struct file *file = &st->files[st->n_files - 1];
+    const char *shard = base_name(file->path);
+    for (uint64_t i = first; i < st->n_tensors; i++) {
+        const char *name = st->tensors[i].name;
+        const char *said = json_string_value(json_object_get(index->map, name));
+        if (!said)
             return error_set(ERROR_USER, "%s: tensor %s: expected in the index, found in %s alone",
-                             index, st->tensors[i].name, st->files[st->tensors[i].file].path);
+                             index->path, name, file->path);
+        if (strcmp(said, shard) != 0)
+            return error_set(ERROR_USER, "%s: tensor %s: expected in %s, found in %s", index->path,
+                             name, said, shard);
+    }
     return 0;
 }
 
-static int open_shards(struct safetensors *st, const char *folder, const char **names, uint32_t n)
+/* Every tensor of the index is in some shard; in which, check_shard() has seen. */
+static int check_complete(const struct safetensors *st, const struct index *index)
+{
+    const char *name;
+    json_t *value;
+    json_object_foreach((json_t *)index->map, name, value)
+    {
+        struct safetensors_tensor t;
+        if (safetensors_find(st, name, &t) < 0)
+            return error_set(ERROR_USER, "%s: tensor %s: expected in %s, found nowhere",
+                             index->path, name, json_string_value(value));
+    }
+    return 0;
+}
+
+static int open_shards(struct safetensors *st, const struct index *index, const char **names,
+                       uint32_t n)
 {
     for (uint32_t i = 0; i < n; i++) {
-        char path[PATH_BYTES];
-        int length = snprintf(path, sizeof path, "%s/%s", folder, names[i]);
-        if (length < 0 || length >= (int)sizeof path)
-            return error_set(ERROR_USER, "%s: expected a path below %d bytes, found %d", names[i],
-                             PATH_BYTES, length);
-        int rc = add_file(st, path);
+        uint64_t first = st->n_tensors;
+        int rc = add_file_of(st, index->folder, names[i]);
+        if (rc == 0) {
+            error_set(ERROR_USER, "%s/%s: expected the shard that the index names, found no file",
+                      index->folder, names[i]);
+            return error_hint("was the folder fetched whole?");
+        }
+        if (rc > 0)
+            rc = check_shard(st, first, index);
         if (rc < 0)
             return rc;
     }
-    return sort_names(st);
+    sort_names(st);
+    return check_complete(st, index);
 }
 
-static int open_weight_map(struct safetensors **st, const char *folder, const char *index,
-                           const json_t *map)
+static int open_weight_map(struct safetensors **st, const struct index *index)
 {
-    if (!json_is_object(map) || json_object_size(map) == 0)
-        return error_set(ERROR_USER, "%s: weight_map: expected an object {tensor: file}", index);
-    const char **names = calloc(json_object_size(map), sizeof *names);
+    size_t entries = json_object_size(index->map); /* 0 unless it is an object */
+    if (entries == 0)
+        return error_set(ERROR_USER, "%s: weight_map: expected an object {tensor: file}",
+                         index->path);
+    if (entries > SAFETENSORS_TENSORS_MAX)
+        return error_set(ERROR_USER, "%s: expected at most %d tensors in a model, found %zu",
+                         index->path, SAFETENSORS_TENSORS_MAX, entries);
+    const char **names = calloc(entries, sizeof *names);
     if (!names)
-        return error_set(ERROR_FAILED, "%s: no memory for %zu names", index, json_object_size(map));
+        return error_set(ERROR_FAILED, "%s: no memory for %zu names", index->path, entries);
     uint32_t n = 0;
-    int rc = collect_shards(index, map, names, &n);
+    int rc = collect_shards(index->path, index->map, names, &n);
     if (rc == 0)
         rc = allocate(st, n);
     if (rc == 0)
-        rc = open_shards(*st, folder, names, n);
-    if (rc == 0)
-        rc = check_index(*st, index, map);
+        rc = open_shards(*st, index, names, n);
     free(names);
     return rc;
 }
 
-static int open_index(struct safetensors **st, const char *folder, const char *index)
+/* The shards of the folder's index. 1, 0: there is no index, or an error. */
+static int open_index(struct safetensors **st, const char *folder)
 {
+    static const char name[] = "model.safetensors.index.json";
+    char path[PATH_BYTES];
     json_t *root;
-    int rc = model_json_load(&root, index, SAFETENSORS_HEADER_BYTES_MAX);
-    if (rc < 0)
+    int rc = model_json_load_in(&root, folder, name, SAFETENSORS_HEADER_BYTES_MAX);
+    if (rc <= 0)
         return rc;
-    rc = open_weight_map(st, folder, index, json_object_get(root, "weight_map"));
+    (void)snprintf(path, sizeof path, "%s/%s", folder, name); /* fits: it was opened */
+    const struct index index = {folder, path, json_object_get(root, "weight_map")};
+    rc = open_weight_map(st, &index);
     json_decref(root);
-    if (rc < 0) {
-        safetensors_close(*st);
-        *st = NULL;
-    }
-    return rc;
+    return rc < 0 ? give_up(st, rc) : 1;
 }
 
 int safetensors_open_folder(struct safetensors **st, const char *folder)
 {
-    char path[PATH_BYTES];
     *st = NULL;
-    int n = snprintf(path, sizeof path, "%s/model.safetensors", folder);
-    if (n < 0 || n > PATH_BYTES - 32)
-        return error_set(ERROR_USER, "model folder: expected a path below %d bytes, found %d",
-                         PATH_BYTES - 64, n);
-    if (access(path, F_OK) == 0)
-        return safetensors_open_file(st, path);
-    (void)snprintf(path, sizeof path, "%s/model.safetensors.index.json",
-                   folder); /* fits, see above */
-    if (access(path, F_OK) == 0)
-        return open_index(st, folder, path);
+    int rc = open_single(st, folder);
+    if (rc == 0)
+        rc = open_index(st, folder);
+    if (rc != 0)
+        return rc < 0 ? rc : 0;
     error_set(ERROR_USER,
               "%s: expected model.safetensors or model.safetensors.index.json, found neither",
               folder);

@@ -9,7 +9,10 @@
  * named by model.safetensors.index.json: {"weight_map": {"name": "file", ...}}.
  *
  * Reading and writing stream: memory is the headers plus the caller's chunk, never a tensor, never
- * a mapping. A file that breaks a rule is refused whole when it is opened.
+ * a mapping. A file that breaks a rule is refused whole when it is opened. Verdicts are those of
+ * the reference library (tests/unit/test_safetensors_reference.c), but stricter where it takes what
+ * the format forbids (a name twice, space before the first brace) or what no model has (the limits
+ * below, sizes of 2^63, types that we do not know).
  */
 #ifndef MODEL_SAFETENSORS_H
 #define MODEL_SAFETENSORS_H
@@ -22,6 +25,7 @@ enum {
     SAFETENSORS_NAME_BYTES = 256, /* with the terminating zero; longer names are refused */
     SAFETENSORS_DIMS_MAX = 8,
     SAFETENSORS_SHARDS_MAX = 10000,
+    SAFETENSORS_TENSORS_MAX = 1 << 18, /* of all shards; the largest models known have half of it */
 };
 
 #define SAFETENSORS_HEADER_BYTES_MAX    ((uint64_t)100000000)  /* as the reference implementation */
@@ -43,13 +47,15 @@ struct safetensors_tensor {
 struct safetensors;
 
 /*
- * Opens model.safetensors in `folder`, or else the shards of model.safetensors.index.json.
+ * Opens model.safetensors in `folder`, or else the shards of model.safetensors.index.json: names
+ * without separators, files of the model's own tree (model/folder_file.h). Every shard holds what
+ * the index says, and nothing else.
  * Errors: ERROR_USER for anything wrong in the files, naming file, tensor, expected and found;
  * ERROR_FAILED for I/O and memory. Pairs with safetensors_close().
  */
 int safetensors_open_folder(struct safetensors **st, const char *folder);
 
-/* Opens one file by its path. */
+/* Opens one file by its path, wherever it leads. */
 int safetensors_open_file(struct safetensors **st, const char *path);
 
 void safetensors_close(struct safetensors *st); /* NULL is fine */

@@ -10,6 +10,7 @@
 #include <sys/stat.h>
 
 #include "io_worker/export.h"
+#include "io_worker/folder.h"
 #include "io_worker/import.h"
 #include "model/config_dtype.h"
 #include "model/safetensors.h"
@@ -99,6 +100,7 @@ static void same_tensors(const char *a, const char *b)
         assert_int_equal(ta->dtype, tb->dtype);
         assert_int_equal(ta->elements, tb->elements);
         assert_int_equal(ta->n_dims, tb->n_dims);
+        assert_memory_equal(ta->shape, tb->shape, ta->n_dims * sizeof ta->shape[0]);
         void *ba = malloc(ta->bytes), *bb = malloc(tb->bytes);
         assert_int_equal(safetensors_read_raw(sa, ta, 0, ta->elements, ba), 0);
         assert_int_equal(safetensors_read_raw(sb, tb, 0, tb->elements, bb), 0);
@@ -203,6 +205,193 @@ static void sharded_sources_of_mixed_dtypes_keep_every_tensor(void **state)
         same_tensors(source, out);
         same_file(source, out, "config.json");
     }
+    model_layout_destroy(&layout);
+}
+
+/* The source's config.json says another dtype. */
+static void set_config_dtype(const char *folder, enum model_dtype dtype)
+{
+    char *json, *changed;
+    size_t n;
+    assert_int_equal(folder_read_file(folder, "config.json", 1 << 20, &json, &n), 1);
+    assert_int_equal(model_config_set_dtype(json, n, dtype, &changed, &n), 0);
+    assert_int_equal(folder_write_file(folder, "config.json", changed, n), 0);
+    free(changed);
+    free(json);
+}
+
+static uint64_t file_bytes(const char *folder, const char *name)
+{
+    char path[256];
+    struct stat status;
+    (void)snprintf(path, sizeof path, "%s/%s", folder, name);
+    assert_int_equal(stat(path, &status), 0);
+    return (uint64_t)status.st_size;
+}
+
+/* config.json, each tensor and the size of the file say the same dtype. */
+static void expect_dtype(const struct model_layout *layout, const char *folder,
+                         enum model_dtype dtype)
+{
+    struct model_config config;
+    struct safetensors *st;
+    struct safetensors_tensor t;
+    uint64_t data = 0;
+    assert_int_equal(model_config_load(&config, folder), 0);
+    assert_int_equal(config.source_dtype, dtype);
+    assert_int_equal(safetensors_open_folder(&st, folder), 0);
+    assert_int_equal(safetensors_n_tensors(st), layout->n_tensors);
+    for (uint32_t i = 0; i < layout->n_tensors; i++) {
+        const struct model_tensor *m = &layout->tensors[i];
+        assert_int_equal(safetensors_find(st, m->name, &t), 0);
+        assert_int_equal(t.dtype, dtype);
+        assert_int_equal(t.n_dims, m->dims);
+        assert_int_equal(t.shape[0], m->rows);
+        assert_true(m->dims == 1 || t.shape[1] == m->cols);
+        data += m->elements * model_dtype_bytes(dtype);
+    }
+    safetensors_close(st);
+    uint64_t whole = file_bytes(folder, "model.safetensors");
+    assert_true(whole > data && whole < data + 8192);
+}
+
+/* C30: what comes out has the dtype of what went in, or the one asked for, in tensors and config.
+ * C31: and the shapes. */
+static void config_tensors_and_size_agree_on_the_dtype(void **state)
+{
+    (void)state;
+    static const enum model_dtype dtypes[] = {DTYPE_F32, DTYPE_BF16, DTYPE_F16};
+    struct model_layout layout;
+    load_layout(&layout, UNTIED, 8192);
+    for (int from = 0; from < 3; from++) {
+        char name[32];
+        snprintf(name, sizeof name, "from%d", from);
+        const enum model_dtype all[3] = {dtypes[from], dtypes[from], dtypes[from]};
+        const char *source = make_source(name, &layout, all, UINT64_MAX / 2);
+        set_config_dtype(source, dtypes[from]);
+        layout.config.source_dtype = dtypes[from];
+        struct import_config in = {.layout = &layout, .folder = source};
+        for (int to = -1; to < 3; to++)
+            for (int compute = FLOAT32; compute <= BFLOAT16; compute++) {
+                snprintf(name, sizeof name, "out/%d/%d/%d", from, to, compute);
+                const char *out = in_fixture(name);
+                struct export_config e = {.layout = &layout,
+                                          .model_folder = source,
+                                          .weights_folder = source,
+                                          .out = out,
+                                          .dtype = to < 0 ? EXPORT_DTYPE_AUTO : (int)dtypes[to]};
+                copied(&in, &e, (enum compute)compute);
+                expect_dtype(&layout, out, dtypes[to < 0 ? from : to]);
+                if (to < 0 || to == from)
+                    same_file(source, out, "config.json");
+            }
+    }
+    model_layout_destroy(&layout);
+}
+
+enum head { SAME_HEAD, OTHER_HEAD, OTHER_SHAPE };
+
+/* GOLDEN, which is tied, with an lm_head.weight beside the embedding. */
+static const char *make_with_head(const char *name, const struct model_layout *layout,
+                                  enum head head)
+{
+    static float values[PAGE_MAX];
+    const char *folder = in_fixture(name);
+    struct safetensors *st;
+    struct safetensors_writer *w;
+    make_folder(folder);
+    copy_file(GOLDEN, folder, "config.json");
+    assert_int_equal(safetensors_open_folder(&st, GOLDEN), 0);
+    assert_int_equal(safetensors_writer_open(&w, folder, UINT64_MAX / 2), 0);
+    for (uint32_t t = 0; t <= layout->n_tensors; t++) { /* one more: the head */
+        const struct model_tensor *m = &layout->tensors[t % layout->n_tensors];
+        uint64_t shape[2] = {m->rows, m->cols};
+        if (t == layout->n_tensors && head == OTHER_SHAPE)
+            shape[0]--;
+        const char *as = t == layout->n_tensors ? "lm_head.weight" : m->name;
+        assert_int_equal(safetensors_writer_declare(w, as, DTYPE_F32, m->dims, shape), 0);
+    }
+    assert_int_equal(safetensors_writer_start(w), 0);
+    for (uint32_t t = 0; t <= layout->n_tensors; t++) {
+        struct safetensors_tensor found;
+        const struct model_tensor *m = &layout->tensors[t % layout->n_tensors];
+        assert_int_equal(safetensors_find(st, m->name, &found), 0);
+        assert_true(found.elements <= PAGE_MAX);
+        assert_int_equal(safetensors_read(st, &found, 0, found.elements, values), 0);
+        uint64_t n = found.elements;
+        if (t == layout->n_tensors && head == OTHER_SHAPE)
+            n -= m->cols;
+        if (t == layout->n_tensors && head == OTHER_HEAD)
+            values[n - 1] += 0.5f;
+        assert_int_equal(safetensors_writer_write(w, values, n), 0);
+    }
+    assert_int_equal(safetensors_writer_finish(w), 0);
+    safetensors_writer_close(w);
+    safetensors_close(st);
+    return folder;
+}
+
+/* Tied, and a head in the file all the same: left out if it says nothing new, else refused, because
+ * transformers would not tie the two. */
+static void a_head_beside_tied_embeddings_must_equal_them(void **state)
+{
+    (void)state;
+    struct model_layout layout;
+    struct import *im;
+    load_layout(&layout, GOLDEN, 65536);
+    assert_true(layout.config.tie_word_embeddings && layout.tensors[0].role == MODEL_EMBED);
+    const char *same = make_with_head("same", &layout, SAME_HEAD), *out = in_fixture("out");
+    struct import_config from = {.layout = &layout, .folder = same};
+    struct export_config to = {.layout = &layout,
+                               .model_folder = same,
+                               .weights_folder = same,
+                               .out = out,
+                               .dtype = EXPORT_DTYPE_AUTO};
+    copied(&from, &to, FLOAT32);
+    same_tensors(GOLDEN, out); /* without the head, as save_pretrained() */
+    from.folder = make_with_head("other", &layout, OTHER_HEAD);
+    assert_int_equal(import_open(&im, &from), -ERROR_USER);
+    char element[64];
+    snprintf(element, sizeof element, "tensor lm_head.weight: element %llu is ",
+             (unsigned long long)layout.tensors[0].elements - 1);
+    assert_non_null(strstr(error_text(), element));
+    assert_non_null(strstr(error_text(), "tie_word_embeddings"));
+    from.folder = make_with_head("shape", &layout, OTHER_SHAPE);
+    assert_int_equal(import_open(&im, &from), -ERROR_USER);
+    assert_non_null(strstr(error_text(), "tensor lm_head.weight: expected the shape of"));
+    model_layout_destroy(&layout);
+}
+
+/* An export is made to be given away: nothing from elsewhere on this machine may be in it. */
+static void a_tokenizer_that_is_a_link_out_of_the_folder_is_told_before_the_run(void **state)
+{
+    (void)state;
+    struct model_layout layout;
+    struct import *im;
+    struct export *e;
+    load_layout(&layout, GOLDEN, 65536);
+    const char *source = in_fixture("source");
+    make_folder(source);
+    copy_file(GOLDEN, source, "config.json");
+    copy_file(GOLDEN, source, "model.safetensors");
+    fixture_text("secret", "{}");
+    assert_int_equal(symlink("../secret", in_fixture("source/vocab.json")), 0);
+    struct import_config from = {.layout = &layout, .folder = source};
+    struct export_config to = {.layout = &layout,
+                               .model_folder = source,
+                               .weights_folder = source,
+                               .out = in_fixture("out"),
+                               .dtype = EXPORT_DTYPE_AUTO};
+    assert_int_equal(import_open(&im, &from), -ERROR_USER);
+    assert_non_null(strstr(error_text(), "vocab.json: expected a file of this folder"));
+    assert_int_equal(export_open(&e, &to), -ERROR_USER);
+    assert_non_null(strstr(error_text(), "vocab.json: expected a file of this folder"));
+    assert_int_equal(access(in_fixture("out"), F_OK), -1);
+    assert_int_equal(unlink(in_fixture("source/vocab.json")), 0);
+    to.tokenizer = in_fixture("link"); /* named by hand: wherever it leads */
+    assert_int_equal(symlink("secret", to.tokenizer), 0);
+    copied(&from, &to, FLOAT32);
+    assert_int_equal(access(in_fixture("out/tokenizer.json"), F_OK), 0);
     model_layout_destroy(&layout);
 }
 
@@ -515,6 +704,9 @@ int main(void)
         TEST(a_page_holds_its_tensors_and_zeros),
         TEST(a_golden_model_comes_back_as_the_same_files),
         TEST(sharded_sources_of_mixed_dtypes_keep_every_tensor),
+        TEST(config_tensors_and_size_agree_on_the_dtype),
+        TEST(a_head_beside_tied_embeddings_must_equal_them),
+        TEST(a_tokenizer_that_is_a_link_out_of_the_folder_is_told_before_the_run),
         TEST(random_weights_do_not_depend_on_pages_and_take_the_dtype_of_the_config),
         TEST(another_dtype_rounds_and_says_so_in_the_config),
         TEST(tokenizer_files_are_copied_and_others_are_not),

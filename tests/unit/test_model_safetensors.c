@@ -250,13 +250,13 @@ static void an_index_that_lies_is_refused(void **state)
     write_tensors("m-2.safetensors", "{" T("b", "F32", "[1]", 0, 4) "}", 4);
     write_tensors("m-3.safetensors", "{" T("a", "F32", "[1]", 0, 4) "}", 4);
     write_index("{\"a\":\"m-1.safetensors\",\"b\":\"m-9.safetensors\"}");
-    expect_refused("m-9.safetensors: cannot open");
+    expect_refused("m-9.safetensors: expected the shard that the index names, found no file");
     write_index("{\"a\":\"m-1.safetensors\",\"z\":\"m-2.safetensors\",\"b\":\"m-2.safetensors\"}");
     expect_refused("tensor z: expected in m-2.safetensors, found nowhere");
     write_index("{\"a\":\"m-2.safetensors\",\"b\":\"m-1.safetensors\"}");
     expect_refused("tensor a: expected in m-2.safetensors, found in m-1.safetensors");
     write_index("{\"a\":\"m-1.safetensors\",\"b\":\"m-3.safetensors\"}");
-    expect_refused("tensor a: expected in one file");
+    expect_refused("tensor a: expected in m-1.safetensors, found in m-3.safetensors");
     write_index("{\"a\":\"../m-1.safetensors\"}");
     expect_refused("found \"../m-1.safetensors\"");
     write_index("{\"a\":\"m-1.bin\"}");
