@@ -34,7 +34,8 @@ FOUND = ROOT / "build" / "fuzz"
 INPUT_SECONDS_MAX = 20  # one input: a hang is a failure
 CORPUS_SECONDS_MAX = 30  # beyond --seconds: the committed inputs and the start
 REPLAY_SECONDS_MAX = 600
-INPUT_BYTES_MAX = {"message": 8300, "run_toml": 4096, "token_shard": 1400, "safetensors": 2048, "model_config": 2048}
+INPUT_BYTES_MAX = {"message": 8300, "run_toml": 4096, "token_shard": 1400, "safetensors": 2048, "model_config": 2048,
+                   "checkpoint": 6144}
 INPUT_BYTES_DEFAULT = 512
 # what a single allocation may take: io_worker's streaming buffers are 8 MiB
 ALLOCATION_MIB_MAX = {"message": 1, "ring": 1, "plan": 8, "model_config": 64}
@@ -176,7 +177,11 @@ TARGETED = {
     "model/jsonl.c": "",
     "model/safetensors.c": "safetensors_open_file open_single add_file open_header read_header add_header check_cover "
                            "add_tensor parse_tensor parse_shape parse_offsets check_metadata sort_names "
+                           "safetensors_open_folder open_index open_weight_map open_shards collect_shards "
+                           "check_shard_name check_shard check_complete add_file_of "
                            "safetensors_find safetensors_read safetensors_read_raw read_at",
+    "model/weights.c": "model_check_weights check_present has_shape is_ignored",
+    "io_worker/import.c": "import_open open_source check_tied_head compare_tied import_page read_part check_finite",
     "model/config.c": "",
     "model/layout.c": "model_layout_init",
 }  # fmt: skip
