@@ -233,6 +233,8 @@ static void cut_power(void)
     run.result->power_cuts++;
     run.disturbances++;
     run.second = 0;
+    if (run.status == ERROR_BUSY)
+        run.status = STATUS_KILLED; /* who held the run then is gone, too */
 }
 
 static void stop_for_a_while(struct sim_process *p)
