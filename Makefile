@@ -34,7 +34,7 @@ TESTS    := $(sort $(wildcard tests/*/test_*.c))
 TESTBINS := $(patsubst tests/%.c,$(BUILD)/tests/%,$(TESTS))
 
 .PHONY: all workers install test check unit tsan soak soak-sim chaos powercut lint tidy cppcheck format format-check
-.PHONY: coverage fuzz fuzzers fuzz-build fuzz-coverage benches numbers goldens real-weights quickstart help clean
+.PHONY: tokenizer coverage fuzz fuzzers fuzz-build fuzz-coverage benches numbers goldens real-weights quickstart help clean
 # ./mtlaunch is always the release build; a sanitized launcher stays in its build folder
 all: $(if $(SANITIZE),$(BUILD)/bin/mtlaunch workers,mtlaunch)
 
@@ -140,14 +140,24 @@ install: all
 	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/libexec/mtlaunch
 	install $(BUILD)/bin/mtlaunch $(DESTDIR)$(PREFIX)/bin/mtlaunch
 	install $(patsubst %,$(BUILD)/bin/%,$(WORKERS)) $(DESTDIR)$(PREFIX)/libexec/mtlaunch
+	install -d $(DESTDIR)$(PREFIX)/libexec/mtlaunch/tokenizer
+	install -m 644 $(wildcard tools/tokenizer/*.py) tools/tokenizer/requirements.txt $(DESTDIR)$(PREFIX)/libexec/mtlaunch/tokenizer
+	install tools/tokenizer/setup.sh $(DESTDIR)$(PREFIX)/libexec/mtlaunch/tokenizer
+
+# the Python environment that tokenizes text with a tokenizer.json; what is installed has setup.sh
+tokenizer:
+	tools/setup.sh tokenizer
+	tools/tokenizer/setup.sh build/tokenizer
 
 quickstart:
 	tools/setup.sh build quickstart
 	+$(MAKE) --no-print-directory -j$(CORES) mtlaunch
 	examples/quickstart/quickstart.sh
 
+# tests of tokenizing are skipped where its environment is not there and cannot be made
 test:
 	tools/setup.sh build test
+	-@PIP_ONCE=1 tools/tokenizer/setup.sh build/tokenizer
 	python3 tests/run_tests.py
 
 # the shortest proof that a change broke nothing: build, C tests, one run, one kill
@@ -188,6 +198,7 @@ numbers: all benches tools/venv/installed
 goldens: tools/venv/installed
 	tools/venv/bin/python tools/goldens/make_goldens.py
 	tools/venv/bin/python tools/goldens/safetensors_corpus.py
+	tools/venv/bin/python tools/goldens/make_text_goldens.py
 	git --no-pager diff --stat -- tests/goldens
 
 # SmolLM2-135M-Instruct from a Python package, fine-tuned here and by transformers: docs/REAL_WEIGHTS.md
@@ -245,6 +256,7 @@ format-check:
 help:
 	@echo 'make               ./mtlaunch and its workers, under build/release'
 	@echo 'make quickstart    install, build, train a small model on real text (3 minutes), export it'
+	@echo 'make tokenizer     the environment in which text is tokenized with a tokenizer.json (needs the network once)'
 	@echo 'make test          every test and static check; ends with "N passed, M failed"'
 	@echo 'make check         build, C tests, one run, one kill: under 3 minutes'
 	@echo 'make unit | tsan   C tests; the ring tests under ThreadSanitizer'

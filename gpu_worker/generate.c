@@ -41,8 +41,9 @@ struct generation {
 uint64_t generate_context(const struct plan *plan)
 {
     uint64_t longest = 0;
+    const int32_t *first = plan_ids_get(plan, plan->generate.prompt_first);
     for (uint64_t i = 0; i < plan->generate.prompts.count; i++) {
-        uint64_t n = strlen(plan_texts_get(plan, plan->generate.prompts, i));
+        uint64_t n = (uint64_t)(first[i + 1] - first[i]);
         if (n > longest)
             longest = n;
     }
@@ -71,13 +72,12 @@ uint64_t generate_bytes(const struct plan *plan, const struct model_layout *layo
 static void start_prompts(struct gpu *g)
 {
     struct generation *n = g->generation;
+    const struct plan *plan = g->w->plan;
+    const int32_t *ids = plan_ids_get(plan, plan->generate.prompt_ids);
+    const int32_t *first = plan_ids_get(plan, plan->generate.prompt_first);
     for (uint64_t p = 0; p < n->prompts; p++) {
-        const char *text = plan_texts_get(g->w->plan, g->w->plan->generate.prompts, p);
-        n->lengths[p] = strlen(text);
-        for (uint64_t i = 0; i < n->lengths[p]; i++)
-            n->tokens[p * n->context + i] = (unsigned char)text[i];
-        if (n->lengths[p] == 0) /* an empty prompt begins where a document ends */
-            n->tokens[p * n->context + n->lengths[p]++] = TOKENIZER_BYTES_END;
+        n->lengths[p] = (uint64_t)(first[p + 1] - first[p]);
+        memcpy(n->tokens + p * n->context, ids + first[p], n->lengths[p] * sizeof *ids);
         n->first[p] = n->lengths[p];
         n->fed[p] = 0;
         n->done[p] = g->w->plan->generate.max_new_tokens == 0;
@@ -274,7 +274,7 @@ static int is_end(const struct gpu *g, int32_t token)
     for (uint32_t i = 0; i < c->n_eos; i++)
         if (token == c->eos_token_id[i])
             return 1;
-    return token == TOKENIZER_BYTES_END;
+    return g->w->plan->data.tokenizer_is_bytes && token == TOKENIZER_BYTES_END;
 }
 
 /* The next token of every prompt that has logits; 1 while any prompt goes on. */

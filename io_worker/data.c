@@ -20,7 +20,7 @@
 
 #define OPEN_FILES_MAX      32 /* descriptors, however many sources there are */
 #define DESCRIBE_FILES_MAX  4  /* names printed per set */
-#define FINGERPRINT_VERSION 1u
+#define FINGERPRINT_VERSION 2u
 
 /* The sources of one kind of sample, and how their tokens and samples are numbered through. */
 struct source_list {
@@ -41,7 +41,9 @@ struct data {
     struct data_reading reading; /* strings owned */
     uint64_t seed;
     double val_fraction;
-    bool packing, shuffle, keep_partial, text;
+    bool packing, shuffle, keep_partial;
+    bool text;                            /* tokenized here, in bytes */
+    bool indexed;                         /* samples come from an index, not out of the stream */
     struct source_list train, validation; /* validation.n == 0: none, or a part of train */
     uint64_t train_samples, held_out;     /* of train.samples; held_out validate */
     struct open_file files[OPEN_FILES_MAX];
@@ -50,6 +52,7 @@ struct data {
     uint8_t *raw;    /* (window * 4) */
     int32_t *tokens; /* (window) */
     uint8_t *ends;   /* (window) 1: a document ends with this token */
+    uint8_t *masked; /* (window) 1: no label */
 };
 
 /* ---- opening ---- */
@@ -79,11 +82,9 @@ static int check_tokenizer(const struct data_config *c, const char *path)
 {
     if (c->tokenizer == DATA_TOKENIZER_FILE) {
         (void)error_set(ERROR_USER,
-                        "%s: text, but model.tokenizer is not \"bytes\"; this build tokenizes with "
-                        "\"bytes\" only, or takes token shards",
+                        "%s: text that was not tokenized, but model.tokenizer is not \"bytes\"",
                         path);
-        return error_hint("set model.tokenizer = \"bytes\", or tokenize the text into llm.c or "
-                          "nanoGPT shards first");
+        return error_hint("set model.tokenizer = \"bytes\", or name token files or shards");
     }
     if (c->vocab_size < TOKENIZER_BYTES_VOCABULARY)
         return error_set(ERROR_USER,
@@ -113,11 +114,17 @@ static int list_sources(struct source_list *list, const char *const *paths, size
     return 0;
 }
 
+/* What cannot be in one run: shards see a token further, bytes have ids of their own. */
+static int family_of(enum data_source_kind kind)
+{
+    return data_source_is_shard(kind) ? 0 : data_source_is_text(kind) ? 1 : 2;
+}
+
 static int check_one_format(const struct source_list *list, const struct data_source *first)
 {
     for (size_t i = 0; i < list->n; i++) {
         const struct data_source *s = &list->sources[i];
-        if (data_source_is_text(s->kind) == data_source_is_text(first->kind))
+        if (family_of(s->kind) == family_of(first->kind))
             continue;
         return error_set(ERROR_USER, "text and token shards in one run: %s is %s, %s is %s",
                          first->path, data_source_kind_name(first->kind), s->path,
@@ -141,15 +148,24 @@ static void count_packed(struct source_list *list, const struct data *d)
 
 static int no_sample_error(const struct source_list *list, const struct data *d)
 {
-    uint64_t documents = 0;
-    for (size_t i = 0; i < list->n; i++)
+    uint64_t documents = 0, overlong = 0;
+    for (size_t i = 0; i < list->n; i++) {
         documents += list->sources[i].documents;
+        overlong += list->sources[i].overlong;
+    }
+    if (overlong > 0 && d->reading.drop_overlong)
+        return error_set(ERROR_USER,
+                         "%s%s: no sample is left: %" PRIu64 " of %" PRIu64
+                         " conversations are longer than training.seq_len = %" PRIu64
+                         " and left out (data.overlong = \"drop\")",
+                         list->sources[0].path, list->n > 1 ? " and others" : "", overlong,
+                         documents, d->reading.seq_len);
     return error_set(ERROR_USER,
                      "%s%s: too little data for one sample: %" PRIu64 " tokens in %" PRIu64
                      " documents, a sample takes %" PRIu64 " (training.seq_len = %" PRIu64 ")",
                      list->sources[0].path, list->n > 1 ? " and others" : "",
                      list->token_first[list->n], documents,
-                     d->packing && !d->keep_partial ? d->window : 2, d->reading.seq_len);
+                     !d->indexed && !d->keep_partial ? d->window : 2, d->reading.seq_len);
 }
 
 static int open_sources(struct data *d, struct source_list *list)
@@ -158,12 +174,23 @@ static int open_sources(struct data *d, struct source_list *list)
         struct data_source *s = &list->sources[i];
         if (data_source_open(s, &d->reading) < 0)
             return -(int)error_kind_now();
-        if (!d->packing && data_index_open(s, &d->reading) < 0)
-            return -(int)error_kind_now();
+        if (d->packing && data_source_is_instruction(s))
+            d->reading.pack_whole = true;
         list->token_first[i + 1] = list->token_first[i] + s->tokens;
+    }
+    return 0;
+}
+
+/* All sources are open: it is known whether samples are cut out of the stream. */
+static int count_samples(struct data *d, struct source_list *list)
+{
+    for (size_t i = 0; i < list->n; i++) {
+        struct data_source *s = &list->sources[i];
+        if (d->indexed && data_index_open(s, &d->reading) < 0)
+            return -(int)error_kind_now();
         list->sample_first[i + 1] = list->sample_first[i] + s->pieces;
     }
-    if (d->packing)
+    if (!d->indexed)
         count_packed(list, d);
     else
         list->samples = list->sample_first[list->n];
@@ -185,16 +212,17 @@ static int hold_out(struct data *d)
     return 0;
 }
 
-static void prepare(struct data *d, const struct data_config *c, bool text)
+static void prepare(struct data *d, const struct data_config *c, enum data_source_kind kind)
 {
-    d->text = text;
-    if (text)
+    d->text = data_source_is_text(kind);
+    if (d->text)
         d->reading.eos_id = TOKENIZER_BYTES_END;
-    d->window = c->seq_len + (text ? 0 : 1);
+    d->window = c->seq_len + (data_source_is_shard(kind) ? 1 : 0);
     d->raw = malloc(d->window * 4);
     d->tokens = malloc(d->window * sizeof *d->tokens);
     d->ends = malloc(d->window);
-    CHECK(d->raw != NULL && d->tokens != NULL && d->ends != NULL);
+    d->masked = calloc(d->window, 1);
+    CHECK(d->raw != NULL && d->tokens != NULL && d->ends != NULL && d->masked != NULL);
 }
 
 static int open_all(struct data *d, const struct data_config *c)
@@ -205,13 +233,15 @@ static int open_all(struct data *d, const struct data_config *c)
     const struct data_source *first = &d->train.sources[0];
     if (check_one_format(&d->train, first) < 0 || check_one_format(&d->validation, first) < 0)
         return -(int)error_kind_now();
-    bool text = data_source_is_text(first->kind);
-    if (text && check_tokenizer(c, first->path) < 0)
+    if (data_source_is_text(first->kind) && check_tokenizer(c, first->path) < 0)
         return -(int)error_kind_now();
-    prepare(d, c, text);
+    prepare(d, c, first->kind);
     if (folder_create(c->cache_dir) < 0)
         return error_wrap("[data] cache_dir");
     if (open_sources(d, &d->train) < 0 || open_sources(d, &d->validation) < 0)
+        return -(int)error_kind_now();
+    d->indexed = !d->packing || d->reading.pack_whole;
+    if (count_samples(d, &d->train) < 0 || count_samples(d, &d->validation) < 0)
         return -(int)error_kind_now();
     return hold_out(d);
 }
@@ -225,6 +255,7 @@ int data_open(struct data **out, const struct data_config *c, data_progress_fn *
                                        .vocab_size = c->vocab_size,
                                        .eos_id = c->eos_id,
                                        .seq_len = c->seq_len,
+                                       .drop_overlong = c->drop_overlong,
                                        .progress = progress,
                                        .progress_arg = progress_arg};
     d->seed = c->seed;
@@ -264,6 +295,7 @@ void data_close(struct data *d)
     free(d->raw);
     free(d->tokens);
     free(d->ends);
+    free(d->masked);
     free((char *)(uintptr_t)d->reading.cache_dir); /* strdup in data_open */
     free(d);
 }
@@ -321,23 +353,34 @@ static size_t find_source(const uint64_t *first, size_t n, uint64_t number)
     return low;
 }
 
-/* tokens and ends (n) of [start, start + n) in one source. */
+/* A word of a token file taken apart into the window's arrays. */
+static bool take_word(struct data *d, uint64_t at)
+{
+    uint32_t word = (uint32_t)d->tokens[at];
+    d->tokens[at] = (int32_t)(word & TOKEN_FILE_ID);
+    d->masked[at] = (word & TOKEN_FILE_MASKED) != 0;
+    return (word & TOKEN_FILE_END) != 0;
+}
+
+/* tokens, ends and masked (n) of [start, start + n) in one source. */
 static int read_tokens(struct data *d, const struct data_source *s, uint64_t start, uint64_t n,
                        uint64_t at)
 {
-    int fd = open_file(d, s->token_path, &s->tokens_identity, d->text);
+    int fd = open_file(d, s->token_path, &s->tokens_identity, !data_source_is_shard(s->kind));
     if (fd < 0 || data_file_read(fd, s->token_path, d->raw, n * s->token_bytes,
                                  s->token_offset + start * s->token_bytes) < 0)
         return -(int)error_kind_now();
     int32_t *tokens = d->tokens + at;
     data_tokens_widen(d->raw, s->token_bytes, n, tokens);
     for (uint64_t i = 0; i < n; i++) {
+        bool ends =
+            s->kind == SOURCE_TOKENS ? take_word(d, at + i) : tokens[i] == d->reading.eos_id;
         if ((uint64_t)(uint32_t)tokens[i] >= d->reading.vocab_size)
             return error_set(ERROR_FAILED,
                              "%s: token %" PRIu64 " has id %u, expected less than vocab_size = "
                              "%" PRIu64 "; the file changed since the run started",
                              s->token_path, start + i, (uint32_t)tokens[i], d->reading.vocab_size);
-        d->ends[at + i] = tokens[i] == d->reading.eos_id || start + i + 1 == s->tokens;
+        d->ends[at + i] = ends || start + i + 1 == s->tokens;
     }
     return 0;
 }
@@ -380,8 +423,9 @@ static void fill_sample(const struct data *d, uint64_t got, struct data_sample *
     for (uint64_t t = 0; t < seq_len; t++) {
         if (t == n)
             start = n; /* padding is a document of its own */
+        bool learned = t < n && t + 1 < got && !d->ends[t] && !d->masked[t + 1];
         s->tokens[t] = t < n ? d->tokens[t] : padding;
-        s->labels[t] = t < n && t + 1 < got && !d->ends[t] ? d->tokens[t + 1] : DATA_NO_LABEL;
+        s->labels[t] = learned ? d->tokens[t + 1] : DATA_NO_LABEL;
         s->document_start[t] = (int32_t)start;
         s->position[t] = (int32_t)(t - start);
         if (t < n && d->ends[t])
@@ -410,7 +454,7 @@ int data_read_sample(struct data *d, enum data_set set, uint64_t q, struct data_
     } else {
         index += d->train_samples;
     }
-    int64_t got = d->packing ? gather_packed(d, list, index) : gather_document(d, list, index);
+    int64_t got = d->indexed ? gather_document(d, list, index) : gather_packed(d, list, index);
     if (got < 0)
         return error_wrap("data, sample %" PRIu64, q);
     fill_sample(d, (uint64_t)got, sample);
@@ -434,32 +478,85 @@ __attribute__((format(printf, 2, 3))) static void print(struct printer *p, const
     p->used += n > 0 ? (size_t)n : 0;
 }
 
-static void describe_list(struct printer *p, const struct data *d, const struct source_list *list,
-                          const char *name)
+/* What became of documents, summed over a list. */
+struct totals {
+    uint64_t documents, skipped, unlearnable, unlabelled, overlong, labels;
+};
+
+static struct totals sum_up(const struct source_list *list)
 {
-    uint64_t documents = 0, skipped = 0, unlearnable = 0;
+    struct totals t = {0};
     for (size_t i = 0; i < list->n; i++) {
-        documents += list->sources[i].documents;
-        skipped += list->sources[i].skipped;
-        unlearnable += list->sources[i].unlearnable;
+        const struct data_source *s = &list->sources[i];
+        t.documents += s->documents;
+        t.skipped += s->skipped;
+        t.overlong += s->overlong;
+        if (data_source_is_instruction(s))
+            t.unlabelled += s->token_file.unlabelled + s->unlearnable;
+        else
+            t.unlearnable += s->unlearnable;
+        t.labels += s->token_file.labels; /* 0 of other kinds */
     }
-    print(p, "%s: %zu file%s (", name, list->n, list->n == 1 ? "" : "s");
-    for (size_t i = 0; i < list->n && i < DESCRIBE_FILES_MAX; i++)
-        print(p, "%s%s", i ? ", " : "", list->sources[i].path);
-    print(p,
-          "%s), %s: %" PRIu64 " documents, %" PRIu64 " tokens, %" PRIu64 " samples of %" PRIu64
-          "%s\n",
-          list->n > DESCRIBE_FILES_MAX ? ", ..." : "", data_source_kind_name(list->sources[0].kind),
-          documents, list->token_first[list->n], list->samples, d->reading.seq_len,
-          d->packing ? ", packed" : ", one document each");
+    return t;
+}
+
+/* A token file is called by what it was made of, and says what that was taken for. */
+static void describe_source(struct printer *p, const struct data_source *s)
+{
+    if (s->kind == SOURCE_TOKENS)
+        print(p, "%s as %s", s->token_file.source, s->token_file.taken_as);
+    else
+        print(p, "%s", s->path);
+}
+
+static const char *arrangement(const struct data *d)
+{
+    if (!d->packing)
+        return ", one document each";
+    return d->indexed ? ", packed, no conversation cut" : ", packed";
+}
+
+static void describe_left_out(struct printer *p, const struct data *d,
+                              const struct source_list *list, const char *name)
+{
+    struct totals t = sum_up(list);
     if (list->dropped > 0)
         print(p, "%s: the last %" PRIu64 " tokens fill no sample and are left out\n", name,
               list->dropped);
-    if (skipped > 0)
-        print(p, "%s: %" PRIu64 " blank lines or empty texts skipped\n", name, skipped);
-    if (unlearnable > 0)
+    if (t.skipped > 0)
+        print(p, "%s: %" PRIu64 " blank lines or empty texts skipped\n", name, t.skipped);
+    if (t.unlearnable > 0)
         print(p, "%s: %" PRIu64 " documents of one token left out: nothing to predict\n", name,
-              unlearnable);
+              t.unlearnable);
+    if (t.overlong > 0)
+        print(p, "%s: %" PRIu64 " conversations longer than %" PRIu64 " tokens %s\n", name,
+              t.overlong, d->reading.seq_len,
+              d->reading.drop_overlong ? "left out (data.overlong)" : "truncated (data.overlong)");
+    if (t.unlabelled > 0)
+        print(p, "%s: %" PRIu64 " conversations left out: nothing in them is learned\n", name,
+              t.unlabelled);
+}
+
+static void describe_list(struct printer *p, const struct data *d, const struct source_list *list,
+                          const char *name)
+{
+    struct totals t = sum_up(list);
+    print(p, "%s: %zu file%s (", name, list->n, list->n == 1 ? "" : "s");
+    for (size_t i = 0; i < list->n && i < DESCRIBE_FILES_MAX; i++) {
+        print(p, "%s", i ? ", " : "");
+        describe_source(p, &list->sources[i]);
+    }
+    print(p, "%s), %s", list->n > DESCRIBE_FILES_MAX ? ", ..." : "",
+          data_source_kind_name(list->sources[0].kind));
+    if (list->sources[0].kind == SOURCE_TOKENS)
+        print(p, " by %s", list->sources[0].token_file.made_by);
+    print(p, ": %" PRIu64 " documents, %" PRIu64 " tokens, ", t.documents,
+          list->token_first[list->n]);
+    if (list->sources[0].kind == SOURCE_TOKENS)
+        print(p, "%" PRIu64 " of them learned, ", t.labels);
+    print(p, "%" PRIu64 " samples of %" PRIu64 "%s\n", list->samples, d->reading.seq_len,
+          arrangement(d));
+    describe_left_out(p, d, list, name);
 }
 
 size_t data_describe(const struct data *d, char *text, size_t capacity)
@@ -482,6 +579,8 @@ static void hash_list(XXH3_state_t *state, const struct source_list *list)
     CHECK(XXH3_128bits_update(state, &n, sizeof n) == XXH_OK);
     for (size_t i = 0; i < list->n; i++) {
         uint64_t kind = list->sources[i].kind;
+        if (data_source_is_instruction(&list->sources[i]))
+            kind |= (uint64_t)TOKEN_FILE_INSTRUCTION << 32;
         CHECK(XXH3_128bits_update(state, &kind, sizeof kind) == XXH_OK);
         CHECK(XXH3_128bits_update(state, list->sources[i].hash, sizeof list->sources[i].hash) ==
               XXH_OK);
@@ -492,9 +591,16 @@ void data_fingerprint(const struct data *d, uint64_t hash[2])
 {
     uint64_t fraction;
     memcpy(&fraction, &d->val_fraction, sizeof fraction);
-    const uint64_t keys[] = {
-        FINGERPRINT_VERSION,         d->packing, d->shuffle, d->keep_partial, d->reading.seq_len,
-        (uint64_t)d->reading.eos_id, d->seed,    fraction};
+    const uint64_t keys[] = {FINGERPRINT_VERSION,
+                             d->packing,
+                             d->shuffle,
+                             d->keep_partial,
+                             d->reading.seq_len,
+                             (uint64_t)d->reading.eos_id,
+                             d->seed,
+                             fraction,
+                             d->reading.pack_whole,
+                             d->reading.drop_overlong};
     XXH3_state_t *state = XXH3_createState();
     CHECK(state != NULL && XXH3_128bits_reset(state) == XXH_OK);
     CHECK(XXH3_128bits_update(state, keys, sizeof keys) == XXH_OK);

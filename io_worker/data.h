@@ -12,10 +12,14 @@
  * Validation samples are never shuffled, so that every evaluation sees the same ones.
  *
  *      packed text    |aaaaaaaE bbbbE cc|ccccE ddddddddd|ddE ...      cut every seq_len tokens
+ *      conversations  |aaaaaE bbbbE.....|ccccE dddddddE..|ddE ...      whole ones, the rest padded
  *      packed shards   the same, but the label of the last position is the next sample's first
  * token (a sample is seq_len + 1 tokens and the next begins seq_len further) not packed
  * |aaaaaaaE.........|bbbbE..........| ...         a document per sample, long ones cut, the rest
  * padded
+ *
+ * Of a conversation only what the assistant says is a label: the token file says which tokens are.
+ * One longer than seq_len is cut off there, or left out (drop_overlong).
  *
  * E is the token that ends a document. It belongs to the document that it ends: it is a label (the
  * model learns to stop), but has none itself. A document that is cut continues in its next sample
@@ -44,15 +48,17 @@
 enum data_set { DATA_TRAIN, DATA_VALIDATION };
 
 enum data_format {
-    DATA_FORMAT_AUTO, /* by the name: .txt, .jsonl are text, .bin are token shards */
+    DATA_FORMAT_AUTO, /* by the name: .txt, .jsonl are text, .bin are token shards, .mttokens token
+                         files */
     DATA_FORMAT_TEXT, /* .jsonl: one {"text": "..."} a line; any other name: the file is a document
                        */
-    DATA_FORMAT_TOKENS, /* llm.c or nanoGPT shards, told apart by their first bytes */
+    DATA_FORMAT_TOKENS, /* llm.c or nanoGPT shards or token files, told apart by their first bytes
+                         */
 };
 
 enum data_tokenizer {
     DATA_TOKENIZER_BYTES, /* model/tokenizer_bytes.h: ids 0-255 are bytes, 256 ends a document */
-    DATA_TOKENIZER_FILE,  /* a tokenizer.json; text is refused, token shards are what it made */
+    DATA_TOKENIZER_FILE,  /* a tokenizer.json; text is refused, token files are what it made */
 };
 
 struct data_config {
@@ -64,6 +70,7 @@ struct data_config {
     enum data_format format;
     enum data_tokenizer tokenizer;
     bool packing;
+    bool drop_overlong; /* conversations longer than seq_len; false: they are cut off there */
     bool shuffle;
     /* packed: keep the last samples' incomplete end, padded, so that an evaluation sees every
      * token; false: it is dropped, so that every sample trained is full */
@@ -130,8 +137,9 @@ size_t data_describe(const struct data *d, char *text, size_t capacity);
 
 /*
  * xxh3-128 over everything that decides which tokens sample q of DATA_TRAIN holds: contents of the
- * sources in order, format, tokenizer, seq_len, packing, shuffle, val_fraction, eos, seed. Not
- * paths or times, nor validation files, which a run may change.
+ * sources in order, format, tokenizer, seq_len, packing, overlong, shuffle, val_fraction, eos,
+ * seed. Of a token file its words count, not what they were made of. Not paths or times, nor
+ * validation files, which a run may change.
  */
 void data_fingerprint(const struct data *d, uint64_t hash[2]);
 

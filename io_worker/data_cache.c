@@ -17,7 +17,7 @@
 #include "procs/error.h"
 #include "procs/fault.h"
 
-#define CACHE_VERSION      1
+#define CACHE_VERSION      2
 #define CACHE_BUFFER_BYTES ((size_t)1 << 20)
 #define CACHE_NAME_MAX     64 /* of the source's own name, at the front of the cache file's */
 

@@ -46,11 +46,14 @@ struct data_cache_header {
     uint64_t seq_len;    /* INDEX: that pieces were counted with */
     uint64_t pieces;     /* INDEX: samples */
     uint64_t entries;    /* INDEX: documents that make at least one sample */
+    uint64_t overlong;   /* INDEX: conversations longer than a sample */
+    uint32_t packed;     /* INDEX: whole documents were packed into samples */
+    uint32_t dropped;    /* INDEX: overlong ones were left out, not truncated */
     uint64_t scanned_ns; /* CLOCK_REALTIME at which the source was read */
     uint64_t source_hash[2];
     struct data_identity source;
     char tokenizer[32];
-    char source_name[320]; /* for people: cut at the front if longer */
+    char source_name[304]; /* for people: cut at the front if longer */
     uint64_t checksum;     /* xxh3-64 of all before */
 };
 

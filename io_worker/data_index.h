@@ -1,14 +1,19 @@
 /*
- * The documents of a source, for samples that do not cross documents (packing = false).
+ * The documents of a source, for samples that are not cut out of the stream: each sample one
+ * document (packing = false), or whole documents packed (instruction data).
  *
- * A cache file (data_cache.h) of entries {start, end, first}, one per document that makes at least
- * one sample, in order: tokens [start, end) are the document, its samples are numbered from `first`
- * in the source. A sample's document is found by binary search in the file, so the index may be
- * larger than memory.
+ * A cache file (data_cache.h) of entries {start, end, first}, in order: tokens [start, end) are cut
+ * every seq_len into samples, which are numbered from `first` in the source. A sample's entry is
+ * found by binary search in the file, so the index may be larger than memory.
  *
- * A document of n tokens makes ceil((n - 1) / seq_len) samples when a sample sees the token after
- * its last one (shards), else ceil(n / seq_len) (text), less a last one of a single token: there is
- * nothing to predict in it.
+ * One document each: an entry per document that makes at least one sample. A document of n tokens
+ * makes ceil((n - 1) / seq_len) samples when a sample sees the token after its last one (shards),
+ * else ceil(n / seq_len) (text), less a last one of a single token: there is nothing to predict in
+ * it. A conversation is never cut in two: it makes one sample, of its first seq_len tokens if it is
+ * longer (or none, as configured). One without a label among these makes none.
+ *
+ * Packed: an entry per sample. Documents are taken in order; one that does not fit into what the
+ * sample before it has left begins the next (next-fit). Texts longer than a sample are cut first.
  */
 #ifndef IO_WORKER_DATA_INDEX_H
 #define IO_WORKER_DATA_INDEX_H

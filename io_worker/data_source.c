@@ -35,6 +35,7 @@ static const struct {
     [SOURCE_LLMC_U16] = {"token shards of llm.c (uint16)", 2, LLMC_HEADER_BYTES},
     [SOURCE_LLMC_U32] = {"token shards of llm.c (uint32)", 4, LLMC_HEADER_BYTES},
     [SOURCE_NANOGPT] = {"token shards of nanoGPT (uint16)", NANOGPT_TOKEN_BYTES, 0},
+    [SOURCE_TOKENS] = {"tokenized", TOKEN_FILE_WORD_BYTES, TOKEN_FILE_HEADER_BYTES},
 };
 
 const char *data_source_kind_name(enum data_source_kind kind)
@@ -88,7 +89,8 @@ static int ends_with(const char *path, const char *suffix)
     return n >= m && strcmp(path + n - m, suffix) == 0;
 }
 
-/* An llm.c shard has a magic number; what has none is nanoGPT's, which is nothing but tokens. */
+/* An llm.c shard and a token file have magic numbers; what has none is nanoGPT's, which is nothing
+ * but tokens. */
 static int detect_shard(const char *path, enum data_source_kind *kind)
 {
     int32_t header[2] = {0, 0};
@@ -104,6 +106,11 @@ static int detect_shard(const char *path, enum data_source_kind *kind)
         return rc;
     int32_t version = 0;
     *kind = SOURCE_NANOGPT;
+    if (ends_with(path, TOKEN_FILE_SUFFIX) ||
+        memcmp(header, TOKEN_FILE_MAGIC, sizeof header) == 0) {
+        *kind = SOURCE_TOKENS;
+        return 0;
+    }
     if (header[0] == LLMC_MAGIC_EVAL)
         return error_set(ERROR_USER,
                          "%s: an llm.c file of multiple-choice questions (magic %d), expected "
@@ -126,18 +133,25 @@ static int detect_shard(const char *path, enum data_source_kind *kind)
 int data_source_detect(const char *path, enum data_format format, enum data_source_kind *kind)
 {
     int text = ends_with(path, ".txt"), lines = ends_with(path, ".jsonl");
+    if (ends_with(path, ".parquet")) {
+        (void)error_set(ERROR_USER, "%s: Parquet is read when a tokenizer.json tokenizes it", path);
+        return error_hint("set model.tokenizer to a tokenizer.json, or convert it to .jsonl");
+    }
     if (format == DATA_FORMAT_TEXT || (format == DATA_FORMAT_AUTO && (text || lines))) {
         *kind = lines ? SOURCE_JSONL : SOURCE_TEXT;
         return 0;
     }
     if (format == DATA_FORMAT_TOKENS && (text || lines))
         return error_set(ERROR_USER, "%s: data.format = \"tokens\", but the name says text", path);
-    if (format == DATA_FORMAT_TOKENS || ends_with(path, ".bin"))
+    if (format == DATA_FORMAT_TOKENS || ends_with(path, ".bin") ||
+        ends_with(path, TOKEN_FILE_SUFFIX))
         return detect_shard(path, kind);
     (void)error_set(ERROR_USER,
-                    "%s: cannot tell the format from the name: expected .txt, .jsonl or .bin",
+                    "%s: cannot tell the format from the name: expected .txt, .jsonl, .parquet or "
+                    ".bin",
                     path);
-    return error_hint("say it with data.format = \"text\" or \"tokens\"");
+    return error_hint("say it with data.format = \"text\" or \"tokens\"; .parquet needs a "
+                      "tokenizer.json");
 }
 
 void data_stream_begin(struct data_stream *s, const char *path, int fd,
@@ -159,7 +173,9 @@ int64_t data_stream_next(struct data_stream *s)
     size_t n = left < DATA_STREAM_BYTES ? (size_t)left : DATA_STREAM_BYTES;
     if (data_file_read(s->fd, s->path, s->chunk, n, s->offset) < 0)
         return -(int)error_kind_now();
-    CHECK(XXH3_128bits_update(s->hash, s->chunk, n) == XXH_OK);
+    size_t skip = s->offset >= s->unhashed ? 0 : (size_t)(s->unhashed - s->offset);
+    if (skip < n)
+        CHECK(XXH3_128bits_update(s->hash, s->chunk + skip, n - skip) == XXH_OK);
     s->offset += n;
     const struct data_reading *r = s->reading;
     if (r->progress != NULL && r->progress(r->progress_arg, s->path, s->offset, s->size) != 0)
@@ -214,6 +230,18 @@ static int check_shard_size(struct data_source *source, int fd, uint64_t size)
     return 0;
 }
 
+static int check_token_file(struct data_source *source, int fd, uint64_t size)
+{
+    memset(&source->token_file, 0, sizeof source->token_file);
+    size_t n = size < sizeof source->token_file ? (size_t)size : sizeof source->token_file;
+    if (data_file_read(fd, source->path, &source->token_file, n, 0) < 0)
+        return -(int)error_kind_now();
+    if (token_file_check(&source->token_file, size) < 0)
+        return error_wrap("%s", source->path);
+    source->tokens = source->token_file.tokens;
+    return 0;
+}
+
 static uint32_t token_at(const uint8_t *tokens, uint32_t token_bytes, size_t i)
 {
     if (token_bytes == 2) {
@@ -233,6 +261,12 @@ static int scan_tokens(const struct data_source *source, const struct data_readi
     uint64_t first = header->tokens;
     for (size_t i = 0; i < n; i++) {
         uint32_t id = token_at(tokens, source->token_bytes, i);
+        if (source->kind == SOURCE_TOKENS) {
+            header->documents += (id & TOKEN_FILE_END) != 0;
+            id &= TOKEN_FILE_ID;
+        } else {
+            header->documents += (int64_t)id == reading->eos_id;
+        }
         if (id >= reading->vocab_size) {
             (void)error_set(ERROR_USER,
                             "%s: token %" PRIu64 " (byte offset %" PRIu64 ") has id %u, expected "
@@ -244,10 +278,25 @@ static int scan_tokens(const struct data_source *source, const struct data_readi
         }
         if (id > header->token_max)
             header->token_max = id;
-        header->documents += (int64_t)id == reading->eos_id;
     }
     header->tokens += n;
     return 0;
+}
+
+/* The end of a shard ends its last document; in a token file that stands there. */
+static int end_scan(const struct data_source *source, const struct data_reading *reading,
+                    uint32_t last, struct data_cache_header *header)
+{
+    if (source->kind != SOURCE_TOKENS) {
+        header->documents += (int64_t)last != reading->eos_id;
+        return 0;
+    }
+    if ((last & TOKEN_FILE_END) && header->documents == source->token_file.documents)
+        return 0;
+    return error_set(ERROR_USER,
+                     "%s: damaged: expected %" PRIu64 " documents and the end of one at the end, "
+                     "found %" PRIu64 " ends",
+                     source->path, source->token_file.documents, header->documents);
 }
 
 /* Reads the whole shard once: every id is checked before the first step. */
@@ -259,6 +308,7 @@ static int scan_shard(const struct data_source *source, int fd, const struct dat
     int rc = 0;
     uint32_t last = 0;
     data_stream_begin(&s, source->path, fd, reading);
+    s.unhashed = source->kind == SOURCE_TOKENS ? TOKEN_FILE_HEADER_BYTES : 0;
     size_t skip = source->token_offset; /* the header lies in the first chunk */
     while (rc == 0 && s.offset < s.size) {
         n = data_stream_next(&s);
@@ -272,8 +322,8 @@ static int scan_shard(const struct data_source *source, int fd, const struct dat
             last = token_at(s.chunk + skip, source->token_bytes, count - 1);
         skip = 0;
     }
-    if ((int64_t)last != reading->eos_id)
-        header->documents++; /* the end of the file ends the last one */
+    if (rc == 0)
+        rc = end_scan(source, reading, last, header);
     data_stream_end(&s, header->source_hash);
     return rc;
 }
@@ -308,6 +358,7 @@ static int hash_source(const struct data_source *source, int fd, const struct da
     struct data_stream s;
     int64_t n = 1;
     data_stream_begin(&s, source->path, fd, reading);
+    s.unhashed = source->kind == SOURCE_TOKENS ? TOKEN_FILE_HEADER_BYTES : 0;
     while (n > 0 && s.offset < s.size)
         n = data_stream_next(&s);
     data_stream_end(&s, hash);
@@ -376,7 +427,8 @@ static int open_tokens(struct data_source *source, int fd, const struct data_ide
     if (rc >= 0) {
         source->tokens = header.tokens;
         source->documents = header.documents;
-        source->skipped = header.skipped;
+        source->skipped =
+            source->kind == SOURCE_TOKENS ? source->token_file.skipped : header.skipped;
         memcpy(source->hash, header.source_hash, sizeof source->hash);
         source->token_path = text ? path : strdup(source->path);
         CHECK(source->token_path != NULL);
@@ -397,7 +449,9 @@ int data_source_open(struct data_source *source, const struct data_reading *read
     int rc = 0;
     source->token_bytes = kinds[source->kind].token_bytes;
     source->token_offset = kinds[source->kind].header_bytes;
-    if (!data_source_is_text(source->kind))
+    if (source->kind == SOURCE_TOKENS)
+        rc = check_token_file(source, fd, identity.size);
+    else if (!data_source_is_text(source->kind))
         rc = check_shard_size(source, fd, identity.size);
     if (rc == 0)
         rc = open_tokens(source, fd, &identity, reading);

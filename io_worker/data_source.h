@@ -9,6 +9,7 @@
 
 #include "io_worker/data.h"
 #include "io_worker/data_cache.h"
+#include "model/token_file.h"
 
 enum data_source_kind {
     SOURCE_TEXT,     /* the file is one document */
@@ -16,6 +17,7 @@ enum data_source_kind {
     SOURCE_LLMC_U16, /* llm.c: 256 x i32 header, magic 20240520, version 1, u16 tokens */
     SOURCE_LLMC_U32, /* llm.c: the same, magic 20240801, version 7, u32 tokens */
     SOURCE_NANOGPT,  /* u16 tokens, nothing else */
+    SOURCE_TOKENS,   /* a token file (model/token_file.h): what tools/tokenizer made of a text */
 };
 
 struct data_source {
@@ -24,18 +26,21 @@ struct data_source {
     char *token_path;                     /* the shard itself, or the text's file in the cache */
     struct data_identity tokens_identity; /* of token_path, checked when it is opened again */
     uint64_t token_offset;                /* bytes, of the first token in token_path */
-    uint32_t token_bytes;                 /* 2 or 4, unsigned, little endian */
+    uint32_t token_bytes; /* 2 or 4, unsigned, little endian; 4 with flags in a token file */
     uint64_t tokens;
     uint64_t documents;
     uint64_t skipped; /* blank lines and empty texts */
-    uint64_t hash[2]; /* xxh3-128 of the source's bytes */
+    uint64_t hash[2]; /* xxh3-128 of the source's bytes; of a token file's words */
 
-    /* without packing: the file of documents (data_index.h) */
+    struct token_file_header token_file; /* SOURCE_TOKENS */
+
+    /* of samples that are not cut out of the stream: the file of documents (data_index.h) */
     char *index_path;
     struct data_identity index_identity;
     uint64_t index_entries;
     uint64_t pieces;      /* samples */
-    uint64_t unlearnable; /* documents of one token: nothing to predict in them */
+    uint64_t unlearnable; /* documents in which there is nothing to predict */
+    uint64_t overlong;    /* conversations longer than a sample */
 };
 
 /* What reading a source needs to know; strings are the caller's. */
@@ -44,6 +49,8 @@ struct data_reading {
     uint64_t vocab_size;
     int64_t eos_id;
     uint64_t seq_len;
+    bool pack_whole; /* documents are packed into samples, but not cut by them */
+    bool drop_overlong;
     data_progress_fn *progress; /* NULL: none */
     void *progress_arg;
 };
@@ -51,6 +58,18 @@ struct data_reading {
 static inline bool data_source_is_text(enum data_source_kind kind)
 {
     return kind == SOURCE_TEXT || kind == SOURCE_JSONL;
+}
+
+/* Token shards are made elsewhere: where a sample ends, the next one's first token is its label. */
+static inline bool data_source_is_shard(enum data_source_kind kind)
+{
+    return !data_source_is_text(kind) && kind != SOURCE_TOKENS;
+}
+
+/* Conversations: a sample holds whole ones. */
+static inline bool data_source_is_instruction(const struct data_source *source)
+{
+    return source->kind == SOURCE_TOKENS && source->token_file.kind == TOKEN_FILE_INSTRUCTION;
 }
 
 const char *data_source_kind_name(enum data_source_kind kind);
@@ -80,6 +99,7 @@ struct data_stream {
     const char *path;
     int fd;
     uint64_t offset, size; /* bytes given out so far, and in all */
+    uint64_t unhashed;     /* bytes at the front that the hash leaves out */
     uint8_t *chunk;        /* (DATA_STREAM_BYTES) */
     const struct data_reading *reading;
     struct XXH3_state_s *hash;

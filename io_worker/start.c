@@ -96,6 +96,7 @@ int start_data(struct io *io)
         .format = (enum data_format)d->format,
         .tokenizer = d->tokenizer_is_bytes ? DATA_TOKENIZER_BYTES : DATA_TOKENIZER_FILE,
         .packing = d->packing,
+        .drop_overlong = d->drop_overlong,
         .shuffle = d->shuffle,
         .cache_dir = plan_text_get(plan, d->cache_dir),
         .seq_len = plan->seq_len,

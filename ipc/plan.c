@@ -56,6 +56,21 @@ int plan_texts_add(struct plan *plan, uint64_t capacity, const char *const *text
     return 0;
 }
 
+int plan_ids_add(struct plan *plan, uint64_t capacity, const int32_t *ids, uint64_t count,
+                 struct plan_ids *out)
+{
+    CHECK(plan->bytes >= sizeof *plan);
+    uint64_t list = round_up(plan->bytes, sizeof *ids);
+    if (list > capacity || count > (capacity - list) / sizeof *ids)
+        return error_set(ERROR_USER, "prompts of %llu tokens in all are too long",
+                         (unsigned long long)count);
+    memcpy((char *)plan + list, ids, count * sizeof *ids);
+    plan->bytes = list + count * sizeof *ids;
+    out->offset = list;
+    out->count = count;
+    return 0;
+}
+
 uint64_t plan_frame_stride(uint64_t bytes)
 {
     uint64_t pages = round_up(bytes, PAGE_BYTES) / PAGE_BYTES;

@@ -53,6 +53,12 @@ struct plan_texts {
     uint64_t count;
 };
 
+/* A list of token ids, or of places in one. */
+struct plan_ids {
+    uint64_t offset; /* of int32_t [count] */
+    uint64_t count;
+};
+
 /* The frames of one pool (of one instance, for a per-worker pool). */
 struct plan_pool {
     uint64_t frame_bytes; /* what a frame must hold */
@@ -72,6 +78,7 @@ struct plan_data {
     double val_fraction;
     uint32_t format; /* enum plan_format */
     uint32_t packing, shuffle;
+    uint32_t drop_overlong; /* conversations longer than a sample; 0: truncated */
     uint32_t tokenizer_is_bytes;
     struct plan_text tokenizer;
     struct plan_text cache_dir;
@@ -86,6 +93,8 @@ struct plan_checkpoint {
 
 struct plan_generate {
     struct plan_texts prompts;
+    struct plan_ids prompt_ids;   /* of all prompts, one after another */
+    struct plan_ids prompt_first; /* (prompts + 1): where each begins; at least one id each */
     uint64_t max_new_tokens;
     double temperature; /* 0: greedy */
     double top_p;
@@ -165,11 +174,19 @@ static inline const char *plan_texts_get(const struct plan *plan, struct plan_te
     return plan_text_get(plan, list[i]);
 }
 
+static inline const int32_t *plan_ids_get(const struct plan *plan, struct plan_ids ids)
+{
+    return (const int32_t *)(const void *)((const char *)plan + ids.offset);
+}
+
 /* Appends a text behind the struct while the launcher builds the plan in a buffer of `capacity`
  * bytes. Negative (error_set) when the texts do not fit. */
 int plan_text_add(struct plan *plan, uint64_t capacity, const char *text, struct plan_text *out);
 int plan_texts_add(struct plan *plan, uint64_t capacity, const char *const *texts, uint64_t count,
                    struct plan_texts *out);
+
+int plan_ids_add(struct plan *plan, uint64_t capacity, const int32_t *ids, uint64_t count,
+                 struct plan_ids *out);
 
 /* Fills regions, ring places and segment_bytes from pools, ring depths and opt_workers. */
 void plan_place_regions(struct plan *plan, const struct model_layout *layout);

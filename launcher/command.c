@@ -13,6 +13,8 @@ static const struct row {
     int (*run)(const struct arguments *);
 } rows[] = {
     {"run", "RUN.toml [--section.key=value ...]", "train; `run` may be left out", command_train},
+    {"tokenize", "RUN.toml [--section.key=value ...]",
+     "make the token files of the run's text, train nothing", command_tokenize},
     {"validate", "RUN.toml [--section.key=value ...]", "check everything, train nothing",
      command_validate},
     {"export", "RUN_DIR OUT_DIR [--dtype float32|bfloat16|float16]",

@@ -15,6 +15,8 @@ int command_main(int argc, char **argv);
 /* command_train.c: RUN.toml [--section.key=value ...] */
 int command_train(const struct arguments *a);
 int command_validate(const struct arguments *a);
+/* command_tokenize.c: likewise */
+int command_tokenize(const struct arguments *a);
 /* command_infer.c */
 int command_generate(const struct arguments *a);
 int command_eval(const struct arguments *a);

@@ -9,10 +9,10 @@
 
 #include "launcher/command.h"
 #include "launcher/progress.h"
+#include "launcher/prompts.h"
 #include "launcher/run_dir.h"
 #include "launcher/supervisor.h"
 #include "launcher/target.h"
-#include "model/tokenizer_bytes.h"
 #include "procs/error.h"
 #include "procs/printable.h"
 
@@ -114,22 +114,37 @@ static void print_text(const char *text, uint64_t bytes)
             printable_put(text + at, stdout); /* NUL bytes are left out */
 }
 
-static void print_generation(struct launcher *l)
+/* What was generated, kept until the workers are gone: decoding may take a moment. */
+static struct {
+    struct prompts prompts;
+    struct generated *generated;
+} said;
+
+static void keep_generation(struct launcher *l)
 {
-    struct generated *g = segment_region(&l->session.segment, REGION_GENERATED, 0);
-    const struct plan *plan = l->session.plan;
-    for (uint64_t p = 0; p < g->prompts; p++) {
-        const char *prompt = plan_texts_get(plan, plan->generate.prompts, p);
-        uint64_t bytes = 0, tokens = generated_counts(g)[p];
-        char *text = calloc(tokens + 1, 1);
-        for (uint64_t i = 0; text && i < tokens; i++)
-            bytes += tokenizer_bytes_decode(generated_tokens(g, p)[i], text + bytes) ? 1 : 0;
-        print_text(prompt, strlen(prompt));
-        if (text)
-            print_text(text, bytes);
-        (void)fputc('\n', stdout);
-        free(text);
+    const struct generated *g = segment_region(&l->session.segment, REGION_GENERATED, 0);
+    uint64_t bytes = generated_bytes(g->prompts, g->tokens_max);
+    said.generated = malloc(bytes);
+    if (said.generated)
+        memcpy(said.generated, g, bytes);
+}
+
+static int print_generation(struct launcher *l, const char *const *prompts)
+{
+    char *texts[PROMPTS_MAX] = {0};
+    uint64_t bytes[PROMPTS_MAX];
+    if (!said.generated)
+        return error_set(ERROR_FAILED, "out of memory for what was generated");
+    int rc = prompts_decode(l, &said.prompts, said.generated, texts, bytes);
+    for (uint64_t p = 0; p < said.prompts.n; p++) {
+        if (rc == 0) {
+            print_text(prompts[p], strlen(prompts[p]));
+            print_text(texts[p], bytes[p]);
+            (void)fputc('\n', stdout);
+        }
+        free(texts[p]);
     }
+    return rc;
 }
 
 static int read_generate_options(struct options *o, struct plan_request *r, const char **prompts)
@@ -154,14 +169,9 @@ static int read_generate_options(struct options *o, struct plan_request *r, cons
 
 static int check_generation(const struct launcher *l, const struct plan_request *r)
 {
-    if (strcmp(l->config.model_tokenizer, "bytes") != 0) {
-        (void)error_set(ERROR_USER,
-                        "generate: the model has a tokenizer.json; this build generates with the "
-                        "built-in byte tokenizer only");
-        return error_hint("export the model and generate with transformers");
-    }
-    for (uint64_t p = 0; p < r->n_prompts; p++) {
-        uint64_t need = strlen(r->prompts[p]) + 1 + r->max_new_tokens;
+    const struct prompts *e = r->encoded;
+    for (uint64_t p = 0; p < e->n; p++) {
+        uint64_t need = (uint64_t)(e->first[p + 1] - e->first[p]) + 1 + r->max_new_tokens;
         if (need > l->layout.config.max_position)
             return error_set(
                 ERROR_USER, "prompt and --max-new-tokens need %llu positions, the model has %llu",
@@ -179,7 +189,7 @@ int command_generate(const struct arguments *a)
     struct supervisor_job job = {.request = {.mode = PLAN_GENERATE},
                                  .begin = begin_generation,
                                  .turn = generation_done,
-                                 .done = print_generation};
+                                 .done = keep_generation};
     int rc = options_open(&o, a);
     if (rc == 0)
         rc = read_generate_options(&o, &job.request, prompts);
@@ -190,6 +200,9 @@ int command_generate(const struct arguments *a)
         rc = options_close(&o);
     if (rc == 0)
         rc = target_open(&target, &l, path, NULL);
+    job.request.encoded = &said.prompts;
+    if (rc == 0)
+        rc = prompts_encode(&l, prompts, job.request.n_prompts, &said.prompts);
     if (rc == 0)
         rc = check_generation(&l, &job.request);
     if (rc == 0) {
@@ -198,5 +211,9 @@ int command_generate(const struct arguments *a)
         l.config.training_micro_batch_size = l.config.training_gradient_accumulation_steps = 1;
         rc = target_run(&target, &l, &job);
     }
+    if (rc == 0)
+        rc = print_generation(&l, prompts);
+    prompts_free(&said.prompts);
+    free(said.generated);
     return target_close(&target, &l, rc);
 }

@@ -11,9 +11,11 @@
 #include "launcher/metrics.h"
 #include "launcher/plan_build.h"
 #include "launcher/progress.h"
+#include "launcher/prompts.h"
 #include "launcher/run_dir.h"
 #include "launcher/scratch.h"
 #include "launcher/supervisor.h"
+#include "launcher/tokenizing.h"
 #include "procs/error.h"
 #include "procs/fault.h"
 #include "procs/log.h"
@@ -36,6 +38,7 @@ static void close_all(struct launcher *l)
     metrics_close(l->metrics);
     progress_close(l->progress);
     model_layout_destroy(&l->layout);
+    tokenizing_close(l);
     config_destroy(&l->config);
     if (l->signal_fd >= 0)
         (void)close(l->signal_fd);
@@ -85,7 +88,9 @@ static int train(struct launcher *l, const struct supervisor_job *job)
     if (rc == 0) {
         open_log(l);
         cgroup_open(l->run.id);
-        rc = supervisor_run(l, job);
+        rc = tokenizing_run(l, NULL);
+        if (rc == 0)
+            rc = supervisor_run(l, job);
         cgroup_close();
         log_line(LOG_INFO, "leaving, status %d", rc < 0 ? -rc : 0);
         log_close();
@@ -99,9 +104,19 @@ static int train(struct launcher *l, const struct supervisor_job *job)
     return rc;
 }
 
+/* Samples are for the byte tokenizer; plan_build() says so of others. */
+static int encode_samples(struct launcher *l, const struct plan_request *request,
+                          struct prompts *prompts)
+{
+    if (plan_check_model(l) < 0)
+        return -(int)error_kind_now();
+    return prompts_encode(l, request->prompts, request->n_prompts, prompts);
+}
+
 int command_train(const struct arguments *a)
 {
     struct launcher l = {.signal_fd = -1, .run.lock_fd = -1};
+    struct prompts prompts = {0};
     int rc = fault_arm_from_environment(topology_role_name(ROLE_LAUNCHER));
     if (rc == 0)
         rc = read_inputs(&l, a);
@@ -112,10 +127,12 @@ int command_train(const struct arguments *a)
         .turn = coordinator_turn,
         .done = tell_end,
     };
-    if (rc == 0 && l.config.eval_interval) {
+    if (rc == 0 && l.config.eval_interval && l.config.eval_sample_prompts.count) {
         job.request.prompts = (const char *const *)l.config.eval_sample_prompts.items;
         job.request.n_prompts = l.config.eval_sample_prompts.count;
         job.request.max_new_tokens = l.config.eval_sample_tokens;
+        job.request.encoded = &prompts;
+        rc = encode_samples(&l, &job.request, &prompts);
     }
     if (rc == 0)
         rc = preflight(&l, &job.request);
@@ -128,6 +145,7 @@ int command_train(const struct arguments *a)
     progress_close(l.progress); /* ends the bar's line before an error is told */
     l.progress = NULL;
     int status = rc < 0 ? command_fail() : 0;
+    prompts_free(&prompts);
     close_all(&l);
     return status;
 }
@@ -153,17 +171,22 @@ int command_validate(const struct arguments *a)
     struct supervisor_job job = {.request = {.mode = PLAN_VALIDATE}, .done = tell_valid};
     struct plan_request training = {.mode = PLAN_TRAIN};
     struct scratch scratch = {.fd = -1};
+    char kept[LAUNCHER_PATH_BYTES] = "";
     int rc = read_inputs(&l, a);
     if (rc == 0)
         rc = preflight(&l, &training);
     if (rc == 0)
         rc = scratch_make(&scratch);
     if (rc == 0)
+        tokenizing_cache(&l.config, kept);
+    if (rc == 0)
         rc = replace_text(&l.config.data_cache_dir, scratch.path);
     if (rc == 0)
         rc = progress_open(&l.progress, CONFIG_PROGRESS_NONE, 1);
     if (rc == 0)
         rc = supervisor_open_signals(&l);
+    if (rc == 0)
+        rc = tokenizing_run(&l, kept);
     if (rc == 0)
         rc = supervisor_run(&l, &job);
     scratch_remove(&scratch);

@@ -41,6 +41,7 @@ enum config_run_resume { CONFIG_ENUM_run_resume(CONFIG_ENUM_CONSTANT) };
 enum config_model_init { CONFIG_ENUM_model_init(CONFIG_ENUM_CONSTANT) };
 enum config_model_dtype { CONFIG_ENUM_model_dtype(CONFIG_ENUM_CONSTANT) };
 enum config_data_format { CONFIG_ENUM_data_format(CONFIG_ENUM_CONSTANT) };
+enum config_data_overlong { CONFIG_ENUM_data_overlong(CONFIG_ENUM_CONSTANT) };
 enum config_training_spike { CONFIG_ENUM_training_spike(CONFIG_ENUM_CONSTANT) };
 enum config_optimizer_compression { CONFIG_ENUM_optimizer_compression(CONFIG_ENUM_CONSTANT) };
 enum config_lr_scheduler_type { CONFIG_ENUM_lr_scheduler_type(CONFIG_ENUM_CONSTANT) };

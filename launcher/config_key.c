@@ -12,6 +12,7 @@ static const struct config_word words_run_resume[] = {CONFIG_ENUM_run_resume(CON
 static const struct config_word words_model_init[] = {CONFIG_ENUM_model_init(CONFIG_WORD)};
 static const struct config_word words_model_dtype[] = {CONFIG_ENUM_model_dtype(CONFIG_WORD)};
 static const struct config_word words_data_format[] = {CONFIG_ENUM_data_format(CONFIG_WORD)};
+static const struct config_word words_data_overlong[] = {CONFIG_ENUM_data_overlong(CONFIG_WORD)};
 static const struct config_word words_training_spike[] = {CONFIG_ENUM_training_spike(CONFIG_WORD)};
 static const struct config_word words_optimizer_compression[] = {
     CONFIG_ENUM_optimizer_compression(CONFIG_WORD)};

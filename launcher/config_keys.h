@@ -52,15 +52,17 @@
     X(model, tokenizer, PATH, "\"\"", WORDS(model_tokenizer), FIXED, BITS,                         \
       "Empty: tokenizer.json of model.path; bytes: the built-in one; or a tokenizer.json.")        \
     X(data, train, PATHS, CONFIG_REQUIRED, NOT_EMPTY, FIXED, BITS,                                 \
-      "Training files: .txt, .jsonl, token shards (.bin of llm.c or nanoGPT).")                    \
+      "Training files: .txt, .jsonl, .parquet, token shards (.bin of llm.c or nanoGPT).")          \
     X(data, validation, PATHS, "[]", ANY, MAY_CHANGE, NO_BITS,                                     \
       "Validation files, or val_fraction.")                                                        \
     X(data, val_fraction, FLOAT, "0.0", BETWEEN_BELOW(0, 1), FIXED, BITS,                          \
       "Part of the training data set aside for validation, or validation.")                        \
     X(data, format, ENUM, "\"auto\"", ONE_OF(data_format), FIXED, BITS,                            \
-      "How the files are read; auto: by their names and magic numbers.")                           \
+      "How the files are read; auto: by names, magic numbers and keys of the records.")            \
     X(data, packing, BOOL, "true", ANY, FIXED, BITS,                                               \
       "Pack documents into sequences; attention and labels never cross a document.")               \
+    X(data, overlong, ENUM, "\"truncate\"", ONE_OF(data_overlong), FIXED, BITS,                    \
+      "Conversations longer than seq_len: cut off there, or left out; text is never either.")      \
     X(data, shuffle, BOOL, "true", ANY, FIXED, BITS,                                               \
       "Shuffle each epoch, as a pure function of seed and epoch.")                                 \
     X(data, cache_dir, PATH, "\"\"", ANY, MAY_CHANGE, NO_BITS,                                     \
@@ -186,6 +188,9 @@
     X(CONFIG_FORMAT_PROMPT_COMPLETION, "prompt-completion")                                        \
     X(CONFIG_FORMAT_CHAT, "chat")                                                                  \
     X(CONFIG_FORMAT_TOKENS, "tokens")
+#define CONFIG_ENUM_data_overlong(X)                                                               \
+    X(CONFIG_OVERLONG_TRUNCATE, "truncate")                                                        \
+    X(CONFIG_OVERLONG_DROP, "drop")
 #define CONFIG_ENUM_training_spike(X)                                                              \
     X(CONFIG_SPIKE_OFF, "off")                                                                     \
     X(CONFIG_SPIKE_REDO, "redo")                                                                   \

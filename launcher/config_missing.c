@@ -14,7 +14,6 @@ static const struct missing {
         *working[WORKING_VALUES_MAX]; /* the values that do work, as config_write() has them */
     const char *what;
 } missing[] = {
-    {CONFIG_ORDINAL_data_format, {"\"auto\"", "\"text\"", "\"tokens\""}, "no data of this format"},
     {CONFIG_ORDINAL_optimizer_name, {"\"adamw\""}, "no such optimizer"},
     {CONFIG_ORDINAL_optimizer_compression, {"\"none\""}, "no compressed optimizer state"},
     {CONFIG_ORDINAL_memory_device, {"\"auto\"", "\"cpu\""}, "no CUDA device"},

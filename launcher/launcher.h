@@ -1,6 +1,7 @@
 /*
  * What the launcher holds while a run lives, shared by its rooms:
  *
+ *     tokenizing.c   text to token files, before anything else
  *     run_dir.c      the run directory: lock, identity, effective configuration
  *     plan_build.c   configuration + model + machine -> the plan
  *     child.c        one worker process: start, death, cause
@@ -109,8 +110,15 @@ struct restart {
     uint64_t begun_ns, stopped_ns;
 };
 
+/* What the plan names as data in place of the configuration's files: token files where text was
+ * tokenized (tokenizing.h), the same paths elsewhere. Empty: the configuration's. */
+struct tokenized {
+    struct config_strings train, validation;
+};
+
 struct launcher {
     struct config config;
+    struct tokenized tokenized;
     struct model_layout layout;
     struct run_dir run;
     struct session session;

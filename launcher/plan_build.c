@@ -8,10 +8,13 @@
 
 #include "ipc/page_image.h"
 #include "launcher/machine.h"
+#include "launcher/prompts.h"
 #include "launcher/size.h"
+#include "launcher/tokenizing.h"
 #include "model/tokenizer_bytes.h"
 #include "model/tokenizer_file.h"
 #include "model/visits.h"
+#include "procs/check.h"
 #include "procs/error.h"
 
 enum {
@@ -70,9 +73,24 @@ int plan_load_model(const struct config *config, struct model_layout *layout)
 
 /* -- tokens -- */
 
+/* What the byte tokenizer cannot be used for. */
+static int check_bytes(const struct config *c)
+{
+    if (!tokenizer_is_bytes(c) ||
+        (c->data_format != CONFIG_FORMAT_CHAT && c->data_format != CONFIG_FORMAT_PROMPT_COMPLETION))
+        return 0;
+    (void)error_set(ERROR_USER,
+                    "[data] format = \"%s\": instruction data needs a tokenizer.json, "
+                    "[model] tokenizer is \"bytes\"",
+                    c->data_format == CONFIG_FORMAT_CHAT ? "chat" : "prompt-completion");
+    return error_hint("the tokenizer.json and chat template of an instruction-tuned model will do");
+}
+
 static int check_model(const struct config *c, const struct model_layout *layout)
 {
     const struct model_config *m = &layout->config;
+    if (check_bytes(c) < 0)
+        return -(int)error_kind_now();
     if (tokenizer_is_bytes(c) && m->vocab_size < TOKENIZER_BYTES_VOCABULARY)
         return error_set(
             ERROR_USER,
@@ -172,28 +190,38 @@ static void set_rings(struct plan *plan, const struct model_layout *layout)
 
 /* -- texts -- */
 
-static int add_data(struct plan *plan, const struct config *c)
+/* Token files tell what they are. */
+static uint32_t data_format(const struct launcher *l)
 {
+    if (l->tokenized.train.count)
+        return PLAN_FORMAT_AUTO;
+    return l->config.data_format == CONFIG_FORMAT_TEXT     ? PLAN_FORMAT_TEXT
+           : l->config.data_format == CONFIG_FORMAT_TOKENS ? PLAN_FORMAT_TOKENS
+                                                           : PLAN_FORMAT_AUTO;
+}
+
+static int add_data(struct plan *plan, const struct launcher *l)
+{
+    const struct config *c = &l->config;
     struct plan_data *d = &plan->data;
     char cache[LAUNCHER_PATH_BYTES];
-    (void)snprintf(cache, sizeof cache, "%s/cache", c->run_output_dir);
-    const char *const *train = (const char *const *)c->data_train.items;
-    const char *const *validation = (const char *const *)c->data_validation.items;
+    tokenizing_cache(c, cache);
+    int tokenized = l->tokenized.train.count > 0;
+    const struct config_strings *train = tokenized ? &l->tokenized.train : &c->data_train;
+    const struct config_strings *validation =
+        tokenized ? &l->tokenized.validation : &c->data_validation;
     d->val_fraction = c->data_val_fraction;
-    d->format = PLAN_FORMAT_AUTO;
-    if (c->data_format == CONFIG_FORMAT_TEXT)
-        d->format = PLAN_FORMAT_TEXT;
-    if (c->data_format == CONFIG_FORMAT_TOKENS)
-        d->format = PLAN_FORMAT_TOKENS;
+    d->format = data_format(l);
     d->packing = c->data_packing;
     d->shuffle = c->data_shuffle;
+    d->drop_overlong = c->data_overlong == CONFIG_OVERLONG_DROP;
     d->tokenizer_is_bytes = (uint32_t)tokenizer_is_bytes(c);
-    if (plan_texts_add(plan, PLAN_CAPACITY_BYTES, train, c->data_train.count, &d->train) < 0 ||
-        plan_texts_add(plan, PLAN_CAPACITY_BYTES, validation, c->data_validation.count,
-                       &d->validation) < 0 ||
+    if (plan_texts_add(plan, PLAN_CAPACITY_BYTES, (const char *const *)train->items, train->count,
+                       &d->train) < 0 ||
+        plan_texts_add(plan, PLAN_CAPACITY_BYTES, (const char *const *)validation->items,
+                       validation->count, &d->validation) < 0 ||
         plan_text_add(plan, PLAN_CAPACITY_BYTES, c->model_tokenizer, &d->tokenizer) < 0 ||
-        plan_text_add(plan, PLAN_CAPACITY_BYTES, *c->data_cache_dir ? c->data_cache_dir : cache,
-                      &d->cache_dir) < 0)
+        plan_text_add(plan, PLAN_CAPACITY_BYTES, cache, &d->cache_dir) < 0)
         return -(int)error_kind_now();
     return 0;
 }
@@ -221,14 +249,29 @@ static int add_directories(struct plan *plan, const struct config *c,
     return 0;
 }
 
-static int add_texts(struct plan *plan, const struct config *c, const struct plan_request *request)
+static int add_prompts(struct plan *plan, const struct plan_request *request)
 {
+    struct plan_generate *g = &plan->generate;
+    const struct prompts *p = request->encoded;
+    if (request->n_prompts == 0)
+        return 0;
+    CHECK(p != NULL && p->n == request->n_prompts);
+    if (plan_texts_add(plan, PLAN_CAPACITY_BYTES, request->prompts, p->n, &g->prompts) < 0 ||
+        plan_ids_add(plan, PLAN_CAPACITY_BYTES, p->ids, (uint64_t)p->first[p->n], &g->prompt_ids) <
+            0)
+        return -(int)error_kind_now();
+    return plan_ids_add(plan, PLAN_CAPACITY_BYTES, p->first, p->n + 1, &g->prompt_first);
+}
+
+static int add_texts(struct plan *plan, const struct launcher *l,
+                     const struct plan_request *request)
+{
+    const struct config *c = &l->config;
     plan->bytes = sizeof *plan;
-    if (add_directories(plan, c, request) < 0 || add_data(plan, c) < 0 ||
+    if (add_directories(plan, c, request) < 0 || add_data(plan, l) < 0 ||
         plan_texts_add(plan, PLAN_CAPACITY_BYTES, (const char *const *)c->optimizer_no_decay.items,
                        c->optimizer_no_decay.count, &plan->no_decay) < 0 ||
-        plan_texts_add(plan, PLAN_CAPACITY_BYTES, request->prompts, request->n_prompts,
-                       &plan->generate.prompts) < 0)
+        add_prompts(plan, request) < 0)
         return -(int)error_kind_now();
     return 0;
 }
@@ -346,6 +389,11 @@ static int check_durability(const struct config *c)
     return error_hint("set verify_writes = true, or durability = \"step\"");
 }
 
+int plan_check_model(const struct launcher *l)
+{
+    return check_model(&l->config, &l->layout);
+}
+
 int plan_build(struct plan **out, const struct launcher *l, const struct plan_request *request)
 {
     const struct config *c = &l->config;
@@ -373,7 +421,7 @@ int plan_build(struct plan **out, const struct launcher *l, const struct plan_re
     if (rc == 0)
         rc = set_identity(plan, l);
     if (rc == 0)
-        rc = add_texts(plan, c, request);
+        rc = add_texts(plan, l, request);
     if (rc == 0) {
         set_pools(plan, &l->layout);
         set_rings(plan, &l->layout);

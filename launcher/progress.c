@@ -111,16 +111,14 @@ void progress_step(struct progress *p, const struct progress_step *s)
     show(p, line);
 }
 
-void progress_startup(struct progress *p, const struct worker_control *control)
+void progress_activity(struct progress *p, enum worker_activity activity, uint64_t done,
+                       uint64_t total)
 {
     static const char *const names[ACTIVITY_COUNT] = {
 #define X(name, text) text,
         WORKER_ACTIVITY_LIST(X)
 #undef X
     };
-    uint32_t activity = atomic_load_explicit(&control->progress.activity, memory_order_relaxed);
-    uint64_t done = atomic_load_explicit(&control->progress.done, memory_order_relaxed);
-    uint64_t total = atomic_load_explicit(&control->progress.total, memory_order_relaxed);
     uint64_t now = clock_now_ns();
     char line[256], a[SIZE_TEXT_BYTES_MAX], b[SIZE_TEXT_BYTES_MAX], rate_text[SIZE_TEXT_BYTES_MAX],
         eta[SIZE_TEXT_BYTES_MAX];
@@ -149,6 +147,14 @@ void progress_startup(struct progress *p, const struct worker_control *control)
         size_format(rate_text, sizeof rate_text, (uint64_t)rate),
         size_format_duration(eta, sizeof eta, rate > 0.0 ? (double)(total - done) / rate : -1.0));
     show(p, line);
+}
+
+void progress_startup(struct progress *p, const struct worker_control *control)
+{
+    uint32_t activity = atomic_load_explicit(&control->progress.activity, memory_order_relaxed);
+    uint64_t done = atomic_load_explicit(&control->progress.done, memory_order_relaxed);
+    uint64_t total = atomic_load_explicit(&control->progress.total, memory_order_relaxed);
+    progress_activity(p, (enum worker_activity)activity, done, total);
 }
 
 /* Text may come from the model or from another process. */

@@ -25,6 +25,10 @@ void progress_step(struct progress *progress, const struct progress_step *step);
 /* A worker is busy before READY: what with, how far, how fast, how long still. */
 void progress_startup(struct progress *progress, const struct worker_control *control);
 
+/* The same of what is not a worker: bytes done of all. */
+void progress_activity(struct progress *progress, enum worker_activity activity, uint64_t done,
+                       uint64_t total);
+
 /* A line of its own, whatever the mode (but "none" shows only warnings and errors). */
 void progress_say(struct progress *progress, const char *format, ...)
     __attribute__((format(printf, 2, 3)));

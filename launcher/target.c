@@ -11,6 +11,7 @@
 #include "launcher/plan_build.h"
 #include "launcher/progress.h"
 #include "launcher/run_dir.h"
+#include "launcher/tokenizing.h"
 #include "procs/error.h"
 
 static int file_exists(const char *directory, const char *name)
@@ -97,6 +98,8 @@ int target_run(struct target *t, struct launcher *l, struct supervisor_job *job)
     int rc = progress_open(&l->progress, CONFIG_PROGRESS_NONE, 1);
     if (rc == 0)
         rc = supervisor_open_signals(l);
+    if (rc == 0 && job->request.mode == PLAN_EVALUATE)
+        rc = tokenizing_run(l, NULL);
     return rc == 0 ? supervisor_run(l, job) : rc;
 }
 
@@ -106,6 +109,7 @@ int target_close(struct target *t, struct launcher *l, int rc)
     progress_close(l->progress);
     run_dir_close(&l->run);
     model_layout_destroy(&l->layout);
+    tokenizing_close(l);
     config_destroy(&l->config);
     if (l->signal_fd >= 0)
         (void)close(l->signal_fd);

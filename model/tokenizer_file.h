@@ -1,6 +1,6 @@
 /*
  * A tokenizer.json of the Hugging Face `tokenizers` library, as far as this program reads it: which
- * ids it can make. (Tokenizing with it is not built in; token shards are what it made.)
+ * ids it can make. (Tokenizing with it is tools/tokenizer's.)
  */
 #ifndef MODEL_TOKENIZER_FILE_H
 #define MODEL_TOKENIZER_FILE_H

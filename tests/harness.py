@@ -36,6 +36,7 @@ import sys
 import tempfile
 import time
 import traceback
+import zlib
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MTLAUNCH = os.environ.get("MTLAUNCH") or os.path.join(ROOT, "mtlaunch")
@@ -210,6 +211,22 @@ def write_llmc_shard(path, tokens, magic=20240520):
     with open(path, "wb") as f:
         f.write(struct.pack("<256i", magic, version, len(tokens), *([0] * 253)))
         array.array("H" if version == 1 else "I", tokens).tofile(f)
+    return path
+
+
+def write_token_file(path, conversations, vocab=250):
+    """model/token_file.h. conversations: (tokens that are masked, tokens that are learned) of each."""
+    words, labels = array.array("I"), 0
+    for i, (masked, learned) in enumerate(conversations):
+        ids = tokens_of(masked + learned, vocab, i)
+        words.extend([n | 1 << 30 for n in ids[:masked]] + ids[masked:])
+        words[-1] |= 1 << 31
+        labels += learned
+    header = struct.pack("<8sII4Q", b"MTTOKENS", 1, 2, len(words), len(conversations), labels, 0)
+    header = header.ljust(508 - 32 - 24 - 292, b"\0")
+    header += b"hand".ljust(32, b"\0") + b"messages".ljust(24, b"\0") + path.encode()[-291:].ljust(292, b"\0")
+    with open(path, "wb") as f:
+        f.write(header + struct.pack("<I", zlib.crc32(header)) + words.tobytes())
     return path
 
 

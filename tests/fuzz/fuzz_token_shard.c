@@ -1,6 +1,6 @@
 /*
- * Training data files: token shards of both llm.c kinds and nanoGPT, .jsonl and .txt
- * (io_worker/data.h).
+ * Training data files: token shards of both llm.c kinds and nanoGPT, .jsonl, .txt, and token files
+ * (io_worker/data.h, model/token_file.h).
  *
  *     | kind and flags | seq_len | vocabulary | eos | the file's bytes ... |
  *
@@ -12,22 +12,30 @@
 #include <sys/stat.h>
 
 #include "io_worker/data.h"
+#include "model/token_file.h"
 #include "model/tokenizer_bytes.h"
 #include "tests/fuzz/fuzz.h"
 
 enum { HEAD_BYTES = 8, SEQ_LEN_MAX = 40, SAMPLES_MAX = 64, LLMC_HEADER_BYTES = 1024 };
 
-enum flag { FLAG_PACKING = 4, FLAG_PARTIAL = 8, FLAG_SHUFFLE = 16, FLAG_FRACTION = 32 };
+enum flag {
+    FLAG_PACKING = 4,
+    FLAG_PARTIAL = 8,
+    FLAG_SHUFFLE = 16,
+    FLAG_FRACTION = 32,
+    FLAG_DROP = 64
+};
+enum { KINDS = 4 };
 
-static char cache[256], paths[3][256];
+static char cache[256], paths[KINDS][256];
 
 int LLVMFuzzerInitialize(int *argc, char ***argv)
 {
-    static const char *const names[] = {"data.bin", "data.jsonl", "data.txt"};
+    static const char *const names[] = {"data.bin", "data.jsonl", "data.txt", "data.mttokens"};
     (void)argc;
     (void)argv;
     fuzz_path(cache, sizeof cache, "cache");
-    for (int i = 0; i < 3; i++)
+    for (int i = 0; i < KINDS; i++)
         fuzz_path(paths[i], sizeof paths[i], names[i]);
     return 0;
 }
@@ -88,20 +96,46 @@ static void sample_is_sound(const struct data_config *c, const struct arrays *a)
     }
 }
 
+/* By its name or, among shards, by its first bytes. */
+static bool is_token_file(const struct data_config *c, const uint8_t *bytes, size_t n)
+{
+    return c->train[0] == paths[3] ||
+           (c->train[0] == paths[0] && n >= 8 && memcmp(bytes, TOKEN_FILE_MAGIC, 8) == 0);
+}
+
+static uint32_t word_at(const uint8_t *bytes, size_t i)
+{
+    uint32_t word;
+    memcpy(&word, bytes + TOKEN_FILE_HEADER_BYTES + i * sizeof word, sizeof word);
+    return word;
+}
+
 /* The i-th token of the file, read by the oracle; negative past the end. */
 static int64_t token_at(const struct data_config *c, const uint8_t *bytes, size_t n, size_t i)
 {
     size_t offset, width;
     if (c->train[0] == paths[2]) /* .txt: a document of bytes */
         return i < n ? bytes[i] : i == n ? TOKENIZER_BYTES_END : -1;
+    if (is_token_file(c, bytes, n))
+        return TOKEN_FILE_HEADER_BYTES + 4 * i < n ? (int64_t)(word_at(bytes, i) & TOKEN_FILE_ID)
+                                                   : -1;
     return i < shard_tokens(bytes, n, &offset, &width) ? shard_token(bytes, offset, width, i) : -1;
+}
+
+/* May the token behind the i-th be its label, by the file alone? */
+static bool label_may_follow(const struct data_config *c, const uint8_t *bytes, size_t n, size_t i)
+{
+    int64_t end = c->train[0] == paths[2] ? TOKENIZER_BYTES_END : c->eos_id;
+    if (!is_token_file(c, bytes, n))
+        return token_at(c, bytes, n, i) != end;
+    return token_at(c, bytes, n, i + 1) >= 0 && !(word_at(bytes, i) & TOKEN_FILE_END) &&
+           !(word_at(bytes, i + 1) & TOKEN_FILE_MASKED);
 }
 
 /* Packed and in order, sample q holds the file's tokens from q * seq_len on. */
 static void sample_is_of_file(const struct data_config *c, uint64_t q, const struct arrays *a,
                               const uint8_t *bytes, size_t n)
 {
-    int64_t end = c->train[0] == paths[2] ? TOKENIZER_BYTES_END : c->eos_id;
     for (uint64_t t = 0; t < c->seq_len; t++) {
         size_t at = q * c->seq_len + t;
         if (token_at(c, bytes, n, at) < 0) { /* padding */
@@ -109,8 +143,10 @@ static void sample_is_of_file(const struct data_config *c, uint64_t q, const str
             continue;
         }
         REQUIRE(a->tokens[t] == token_at(c, bytes, n, at));
-        REQUIRE(a->labels[t] == DATA_NO_LABEL ||
-                (a->tokens[t] != end && a->labels[t] == token_at(c, bytes, n, at + 1)));
+        REQUIRE(a->labels[t] == DATA_NO_LABEL || (label_may_follow(c, bytes, n, at) &&
+                                                  a->labels[t] == token_at(c, bytes, n, at + 1)));
+        if (is_token_file(c, bytes, n) && t + 1 < c->seq_len)
+            REQUIRE((a->labels[t] != DATA_NO_LABEL) == label_may_follow(c, bytes, n, at));
     }
 }
 
@@ -119,6 +155,8 @@ static void all_samples(struct data *d, const struct data_config *c, const uint8
     struct arrays a;
     uint64_t train = data_samples(d, DATA_TRAIN), held_out = data_samples(d, DATA_VALIDATION);
     bool in_order = c->train[0] != paths[1] && c->packing && !c->shuffle;
+    if (is_token_file(c, bytes, n) && bytes[12] != TOKEN_FILE_TEXT)
+        in_order = false; /* conversations are not cut out of the stream */
     REQUIRE(train > 0);
     for (uint64_t q = 0; q < train && q < SAMPLES_MAX; q++) {
         read_sample(d, DATA_TRAIN, q, &a);
@@ -155,13 +193,14 @@ static void same_again(struct data *d, const struct data_config *c)
 static struct data_config take_config(struct fuzz_input *in, const char **path)
 {
     uint8_t flags = fuzz_u8(in);
-    *path = paths[flags % 4 % 3];
+    *path = paths[flags % KINDS];
     struct data_config c = {.train = path,
                             .n_train = 1,
                             .val_fraction = flags & FLAG_FRACTION ? 0.25 : 0.0,
                             .format = DATA_FORMAT_AUTO,
                             .packing = flags & FLAG_PACKING,
                             .shuffle = flags & FLAG_SHUFFLE,
+                            .drop_overlong = flags & FLAG_DROP,
                             .keep_partial = flags & FLAG_PARTIAL,
                             .cache_dir = cache,
                             .seed = 5};
@@ -214,6 +253,34 @@ static size_t fix_shard(uint8_t *data, size_t size, size_t max_size, uint64_t *r
     return size;
 }
 
+/* A token file whose header fits its words, with ids that a vocabulary may have. */
+static size_t fix_token_file(uint8_t *data, size_t size, size_t max_size, uint64_t *random)
+{
+    size_t need = HEAD_BYTES + TOKEN_FILE_HEADER_BYTES;
+    if (max_size < need + 64)
+        return size;
+    if (size < need + 64) {
+        memset(data + size, 3, need + 64 - size);
+        size = need + 64;
+    }
+    size -= (size - need) % TOKEN_FILE_WORD_BYTES;
+    struct token_file_header h = {.version = TOKEN_FILE_VERSION,
+                                  .kind = 1 + (uint32_t)fuzz_below(random, 2),
+                                  .tokens = (size - need) / TOKEN_FILE_WORD_BYTES};
+    memcpy(h.magic, TOKEN_FILE_MAGIC, sizeof h.magic);
+    for (uint64_t i = 0; i < h.tokens; i++) {
+        uint32_t word;
+        memcpy(&word, data + need + 4 * i, sizeof word);
+        word = (word & ~TOKEN_FILE_ID) | (word & 0xffff) | (i + 1 == h.tokens ? TOKEN_FILE_END : 0);
+        memcpy(data + need + 4 * i, &word, sizeof word);
+        h.documents += (word & TOKEN_FILE_END) != 0;
+    }
+    h.checksum = token_file_checksum(&h);
+    memcpy(data + HEAD_BYTES, &h, sizeof h);
+    data[0] |= 3;
+    return size;
+}
+
 size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsigned int seed)
 {
     static const char line[] = "{\"text\": \"a\\u00e9b\"}\n";
@@ -224,7 +291,7 @@ size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsi
         return size;
     if (fuzz_below(&random, 2) == 0)
         memcpy(data + 2, &vocabulary, sizeof vocabulary);
-    switch (fuzz_below(&random, 6)) {
+    switch (fuzz_below(&random, 8)) {
     case 0:
     case 1:
         return fix_shard(data, size, max_size, &random);
@@ -236,6 +303,9 @@ size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsi
             size = HEAD_BYTES;
         memcpy(data + size, line, sizeof line - 1);
         return size + sizeof line - 1;
+    case 3:
+    case 4:
+        return fix_token_file(data, size, max_size, &random);
     default:
         return size;
     }

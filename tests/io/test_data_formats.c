@@ -241,7 +241,9 @@ static void files_that_cannot_be_data_are_refused_by_name(void **state)
     train[0] = directory;
     fixture_refused(&c, ERROR_USER, "d.txt", "a directory");
     train[0] = fixture_text("a.parquet", "PAR1");
-    fixture_refused(&c, ERROR_USER, "a.parquet", "expected .txt, .jsonl or .bin");
+    fixture_refused(&c, ERROR_USER, "a.parquet", "tokenizer.json");
+    train[0] = fixture_text("a.csv", "a,b");
+    fixture_refused(&c, ERROR_USER, "a.csv", "expected .txt, .jsonl, .parquet or .bin");
     train[0] = fixture_text("short.txt", "abc");
     fixture_refused(&c, ERROR_USER, "4 tokens in 1 documents", "seq_len = 8");
     c.n_train = 2;
@@ -260,7 +262,7 @@ static void configurations_that_cannot_work_are_refused(void **state)
     const char *train[] = {fixture_text("a.txt", "abcdefghijkl")};
     struct data_config c = fixture_config(train, 1);
     c.tokenizer = DATA_TOKENIZER_FILE;
-    fixture_refused(&c, ERROR_USER, "a.txt: text", "\"bytes\" only");
+    fixture_refused(&c, ERROR_USER, "a.txt: text", "not tokenized");
     c = fixture_config(train, 1);
     c.vocab_size = 256;
     fixture_refused(&c, ERROR_USER, "at least 257", "vocab_size is 256");

@@ -57,6 +57,29 @@ static void texts_beyond_the_capacity_are_refused_byte_exactly(void **state)
     fixture_destroy(&f);
 }
 
+static void ids_come_back_and_are_refused_beyond_the_capacity(void **state)
+{
+    (void)state;
+    struct plan *plan = &f.at.plan;
+    struct plan_text odd;
+    struct plan_ids ids, none;
+    const int32_t numbers[] = {128000, 0, -1};
+    fixture_fill(&f, 2);
+    uint64_t bytes = plan->bytes;
+    assert_int_equal(plan_text_add(plan, FIXTURE_PLAN_BYTES, "", &odd), 0); /* no multiple of 4 */
+    assert_int_equal(plan_ids_add(plan, bytes + 15, numbers, 3, &ids), -ERROR_USER);
+    fixture_expect_text("3 tokens");
+    assert_int_equal(plan_ids_add(plan, bytes + 15, numbers, UINT64_MAX / 4, &ids), -ERROR_USER);
+    assert_int_equal(plan->bytes, bytes + 1);
+    assert_int_equal(plan_ids_add(plan, bytes + 16, numbers, 3, &ids), 0);
+    assert_int_equal(ids.offset % 4, 0);
+    assert_memory_equal(plan_ids_get(plan, ids), numbers, sizeof numbers);
+    assert_int_equal(plan->bytes, bytes + 16);
+    assert_int_equal(plan_ids_add(plan, bytes + 16, numbers, 0, &none), 0);
+    assert_int_equal(none.count, 0);
+    fixture_destroy(&f);
+}
+
 static void lists_beyond_the_capacity_are_refused(void **state)
 {
     (void)state;
@@ -275,6 +298,7 @@ int main(void)
         cmocka_unit_test(texts_come_back_as_they_were_added),
         cmocka_unit_test(a_text_that_is_not_there_reads_as_empty),
         cmocka_unit_test(texts_beyond_the_capacity_are_refused_byte_exactly),
+        cmocka_unit_test(ids_come_back_and_are_refused_beyond_the_capacity),
         cmocka_unit_test(lists_beyond_the_capacity_are_refused),
         cmocka_unit_test(a_frame_stride_is_the_smallest_odd_number_of_pages),
         cmocka_unit_test(regions_and_rings_are_page_aligned_and_do_not_overlap),

@@ -297,8 +297,8 @@ def format_says_what_names_do_not(t):
     described(done(t, "as-text", file=text, data={"format": "text"}), "text, one document per file")
     described(done(t, "as-tokens", file=tokens, data={"format": "tokens"}), "nanoGPT")
     same_as_base(t, "auto", data={"format": "auto"})
-    for word in ("chat", "prompt-completion"):
-        refused(t, "no data of this format", data={"format": word})
+    for word in ("chat", "prompt-completion"):  # tests/step/test_tokenizing.py shows them at work
+        refused(t, "instruction data needs a tokenizer.json", data={"format": word})
 
 
 @key("data.packing")
@@ -311,6 +311,22 @@ def packing_puts_documents_together_or_pads_each(t):
     # 20 bytes and their end: 20 labels of 32 positions, 4 sequences a step
     equal([line["labelled_tokens"] for line in alone.step_lines()], [4 * 20] * STEPS, "labels, one document each")
     check(all(line["labelled_tokens"] > 4 * 28 for line in packed.step_lines()), "labels, packed")
+
+
+@key("data.overlong", "truncate", "drop")
+def overlong_conversations_are_truncated_or_dropped_and_counted(t):
+    data = write_token_file(os.path.join(t.dir, "chat.mttokens"), [(8, 2 + i) for i in range(60)])
+    cut = done(t, "cut", file=data, data={"shuffle": False})
+    dropped = done(t, "dropped", file=data, data={"overlong": "drop", "shuffle": False})
+    # 8 tokens of a question and 2 to 61 of an answer: up to 24 of these fit into 32
+    described(cut, r"37 conversations longer than 32 tokens truncated \(data.overlong\)")
+    described(dropped, r"37 conversations longer than 32 tokens left out \(data.overlong\)")
+    samples = [int(described(run, r"(\d+) samples of 32, packed, no conversation cut").group(1)) for run in (cut, dropped)]
+    equal(samples[0] - samples[1], 37, "samples more: each truncated conversation fills one")
+    check(dropped.hashes() == done(t, "same", file=data, data={"overlong": "drop", "shuffle": False}).hashes() !=
+          cut.hashes(), "state hashes")
+    resumed = short(t, "cut", file=data, data={"overlong": "drop", "shuffle": False}).ok(status=USER)
+    check("[data] overlong: may not change" in resumed.err, resumed.err)
 
 
 @key("data.shuffle")

@@ -177,8 +177,6 @@ static void values_without_a_mechanism_are_refused_by_name(void **state)
                                             "\"none\""},
         {"--optimizer.name=lion", "[optimizer] name = \"lion\""},
         {"--log.http=127.0.0.1:80", "[log] http = \"127.0.0.1:80\""},
-        {"--data.format=chat", "[data] format = \"chat\""},
-        {"--data.format=prompt-completion", "[data] format = \"prompt-completion\""},
         {"--memory.drive_tbw=600", "[memory] drive_tbw = 600"},
         {"--log.trace=true", "[log] trace = true"},
     };
@@ -196,7 +194,8 @@ static void values_with_a_mechanism_are_not_refused(void **state)
     const char *const rows[] = {"--memory.device=cpu",   "--memory.durability=7",
                                 "--training.spike=redo", "--training.spike=skip",
                                 "--data.format=text",    "--data.format=tokens",
-                                "--run.seed=1"};
+                                "--data.format=chat",    "--data.format=prompt-completion",
+                                "--data.overlong=drop",  "--run.seed=1"};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         assert_loads(fixture_override(&c, rows[i]));
         assert_int_equal(config_refuse_missing(&c), 0);

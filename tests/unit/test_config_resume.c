@@ -13,6 +13,7 @@ static const char *const fixed[] = {
     "data.val_fraction",
     "data.format",
     "data.packing",
+    "data.overlong",
     "data.shuffle",
     "training.seq_len",
     "training.micro_batch_size",

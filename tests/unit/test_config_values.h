@@ -26,6 +26,7 @@ static const struct expectation {
     {"data", "val_fraction", "0.25", "", {"1.0", "-0.1", "\"10%\"", "nan", "inf"}},
     {"data", "format", "\"tokens\"", "", {"\"json\"", "0"}},
     {"data", "packing", "false", "", {"\"no\"", "1"}},
+    {"data", "overlong", "\"drop\"", "", {"\"cut\"", "true"}},
     {"data", "shuffle", "false", "", {"\"no\"", "1"}},
     {"data", "cache_dir", "\"/c\"", "", {"1", "false"}},
     {"training", "seq_len", "512", "", {"0", "-1", "16777217", "512.0", "\"512\"", "[512]"}},

@@ -1,0 +1,34 @@
+/*
+ * Prompts as token ids, and what the model says as text: by the built-in byte tokenizer here, by a
+ * tokenizer.json in the tokenizer's child (tokenizer_child.h).
+ */
+#ifndef LAUNCHER_PROMPTS_H
+#define LAUNCHER_PROMPTS_H
+
+#include "launcher/launcher.h"
+
+/* ids of all prompts, one after another; `first` (n + 1) says where each begins. Owned. */
+struct prompts {
+    int32_t *ids;
+    int32_t *first;
+    uint64_t n;
+};
+
+/*
+ * What the plan and the model get: a prompt's bytes, or its ids with the tokens that the tokenizer
+ * puts before a text. An empty prompt begins where a document ends. ERROR_USER: no environment, no
+ * tokenizer.json, an id that the model has not.
+ */
+int prompts_encode(struct launcher *l, const char *const *texts, uint64_t n, struct prompts *out);
+
+/*
+ * The text of each continuation (generated ids, `counts` of them for each prompt): texts[p] is
+ * allocated and bytes[p] long, special tokens left out. Pieces of characters that the model did not
+ * finish are U+FFFD with a tokenizer.json, and what they are with bytes.
+ */
+int prompts_decode(struct launcher *l, const struct prompts *prompts, struct generated *generated,
+                   char **texts, uint64_t *bytes);
+
+void prompts_free(struct prompts *prompts);
+
+#endif
