@@ -34,9 +34,15 @@ static int check_text(const char *text, uint64_t bytes, const char *where)
 {
     /* no JSON has it; jansson takes one behind a number for its end */
     const char *zero = memchr(text, 0, bytes);
-    if (zero)
-        return error_set(ERROR_USER, "%s: not valid JSON: zero byte at byte %" PRIu64, where,
-                         (uint64_t)(zero - text));
+    if (zero) {
+        uint64_t line = 1, column = 1;
+        for (const char *c = text; c < zero; c++) {
+            column = *c == '\n' ? 1 : column + 1;
+            line += *c == '\n';
+        }
+        return error_set(ERROR_USER, "%s:%" PRIu64 ":%" PRIu64 ": not valid JSON: a zero byte",
+                         where, line, column);
+    }
     uint64_t values = count_values(text, bytes);
     if (values > MODEL_JSON_VALUES_MAX)
         return error_set(ERROR_USER, "%s: expected at most %d values, found up to %" PRIu64, where,

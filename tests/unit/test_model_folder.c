@@ -276,7 +276,7 @@ static void a_zero_byte_is_no_json(void **state)
     static const char text[] = "{\"a\":1\0}";
     json_t *root;
     assert_int_equal(model_json_parse(&root, text, sizeof text - 1, "x"), -ERROR_USER);
-    assert_non_null(strstr(error_text(), "x: not valid JSON: zero byte at byte 6"));
+    assert_non_null(strstr(error_text(), "x:1:7: not valid JSON: a zero byte"));
     assert_int_equal(model_json_parse(&root, text, 0, "x"), -ERROR_USER);
 }
 
