@@ -9,16 +9,8 @@ struct sizes {
     uint64_t weights[2], gradients, head_share; /* bytes */
     uint64_t starts, inner, last;               /* activations per microbatch */
     uint64_t activation, batch, discard;        /* bytes of one */
+    uint64_t balance, balance_slope;            /* bytes, per microbatch */
 };
-
-static uint64_t largest_layer(const struct model_layout *layout)
-{
-    uint64_t most = 0;
-    for (uint32_t l = 0; l < layout->n_layers; l++)
-        if (layout->layers[l].elements > most)
-            most = layout->layers[l].elements;
-    return most;
-}
 
 static void count(struct sizes *s, const struct plan *plan, const struct model_layout *layout,
                   uint32_t every, uint64_t compute_bytes)
@@ -27,11 +19,11 @@ static void count(struct sizes *s, const struct plan *plan, const struct model_l
     int train = plan->mode == PLAN_TRAIN;
     uint64_t n = every > 1 ? every : 1;
     memset(s, 0, sizeof *s);
-    s->weights[0] = largest_layer(layout) * compute_bytes;
+    s->weights[0] = layout->group_elements_max * compute_bytes;
     if (m->tie_word_embeddings)
         s->weights[1] = layout->layers[0].elements * compute_bytes;
     if (train) {
-        s->gradients = largest_layer(layout) * sizeof(float);
+        s->gradients = layout->group_elements_max * sizeof(float);
         if (m->tie_word_embeddings)
             s->head_share = m->vocab_size * m->hidden_size * sizeof(float);
     }
@@ -40,6 +32,10 @@ static void count(struct sizes *s, const struct plan *plan, const struct model_l
     s->inner = train ? n - 1 : 0;
     s->last = 1;
     s->discard = s->inner ? s->activation : 0;
+    if (train && m->router_aux_loss > 0) {
+        s->balance = 2 * m->n_experts * sizeof(double);
+        s->balance_slope = m->n_experts * sizeof(float);
+    }
     s->batch = 4 * plan->micro_batch_size * plan->seq_len * sizeof(int32_t);
 }
 
@@ -49,7 +45,8 @@ uint64_t buffers_bytes(const struct plan *plan, const struct model_layout *layou
     struct sizes s;
     count(&s, plan, layout, every, compute_bytes);
     return s.weights[0] + s.weights[1] + s.gradients + s.head_share + s.discard +
-           plan->microbatches * ((s.starts + s.inner + s.last) * s.activation + s.batch);
+           plan->microbatches * ((s.starts + s.inner + s.last) * s.activation + s.batch +
+                                 s.balance + s.balance_slope);
 }
 
 static int take(struct device *d, void *out, uint64_t bytes)
@@ -72,6 +69,7 @@ int buffers_open(struct buffers *b, struct device *device, const struct plan *pl
     b->group = every > 1 ? every : 1;
     b->blocks = layout->config.n_layers;
     b->activation_bytes = s.activation;
+    b->experts = s.balance ? layout->config.n_experts : 0;
     b->batch_elements = plan->micro_batch_size * plan->seq_len;
     uint64_t per = plan->microbatches * s.activation;
     if (take(device, &b->weights[0], s.weights[0]) < 0 ||
@@ -81,6 +79,8 @@ int buffers_open(struct buffers *b, struct device *device, const struct plan *pl
         take(device, &b->starts, s.starts * per) < 0 ||
         take(device, &b->inner, s.inner * per) < 0 || take(device, &b->last, s.last * per) < 0 ||
         take(device, &b->discard, s.discard) < 0 ||
+        take(device, &b->balance, plan->microbatches * s.balance) < 0 ||
+        take(device, &b->balance_slope, plan->microbatches * s.balance_slope) < 0 ||
         take(device, &b->batch, plan->microbatches * s.batch) < 0)
         return -(int)error_kind_now();
     return 0;
@@ -90,20 +90,21 @@ void buffers_close(struct buffers *b)
 {
     if (!b->device)
         return;
-    void *all[] = {b->weights[0], b->weights[1], b->gradients, b->head_share, b->starts,
-                   b->inner,      b->last,       b->discard,   b->batch};
+    void *all[] = {b->weights[0], b->weights[1],    b->gradients, b->head_share,
+                   b->starts,     b->inner,         b->last,      b->discard,
+                   b->balance,    b->balance_slope, b->batch};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         b->device->ops->free(b->device, all[i]);
 }
 
-compute_t *buffers_input(const struct buffers *b, uint64_t layer, uint64_t microbatch)
+compute_t *buffers_input(const struct buffers *b, uint64_t block, uint64_t microbatch)
 {
     char *base = b->last;
     uint64_t index = 0;
-    if (layer <= b->blocks) {
-        uint64_t place = (layer - 1) % b->group;
+    if (block <= b->blocks) {
+        uint64_t place = (block - 1) % b->group;
         base = place == 0 ? b->starts : b->inner;
-        index = place == 0 ? (layer - 1) / b->group : place - 1;
+        index = place == 0 ? (block - 1) / b->group : place - 1;
     }
     return (compute_t *)(void *)(base +
                                  (index * b->microbatches + microbatch) * b->activation_bytes);
@@ -117,8 +118,19 @@ compute_t *buffers_dx(const struct buffers *b, uint64_t microbatch)
 void buffers_batch(const struct buffers *b, uint64_t microbatch, struct layers_batch *batch)
 {
     const int32_t *at = b->batch + microbatch * 4 * b->batch_elements;
+    *batch = (struct layers_batch){0};
     batch->tokens = at;
     batch->labels = at + b->batch_elements;
     batch->position = at + 2 * b->batch_elements;
     batch->document_start = at + 3 * b->batch_elements;
+}
+
+double *buffers_balance(const struct buffers *b, uint64_t microbatch)
+{
+    return b->balance ? b->balance + microbatch * 2 * b->experts : NULL;
+}
+
+float *buffers_balance_slope(const struct buffers *b, uint64_t microbatch)
+{
+    return b->balance_slope ? b->balance_slope + microbatch * b->experts : NULL;
 }

@@ -1,5 +1,5 @@
 /*
- * The device buffers of a run, all allocated at start: weights of a visit, gradients of a layer,
+ * The device buffers of a run, all allocated at start: weights of a visit, gradients of a group,
  * activations of all microbatches.
  *
  * Activations. The input of block l (1..L) of every microbatch lies where the checkpointing mode
@@ -26,10 +26,13 @@ struct buffers {
     uint64_t blocks;             /* L */
     uint64_t activation_bytes;   /* (B, T, C) of one microbatch */
     compute_t *weights[2];       /* the visit's first and second source */
-    float *gradients;            /* largest layer, f32 */
+    float *gradients;            /* largest group, f32 */
     float *head_share;           /* tied: the head's part of the embedding's gradient (V, C) f32 */
     char *starts, *inner, *last; /* compute, activation_bytes each, [..][microbatches] */
     compute_t *discard;          /* groups only: the output that a re-forward has no use for */
+    uint64_t experts;            /* E, where there is a load balancing loss; else 0 */
+    double *balance;             /* [microbatches][2 E]: layers_batch.balance */
+    float *balance_slope;        /* [microbatches][E] */
     int32_t *batch;          /* [microbatches][4][B T]: tokens, labels, position, document_start */
     uint64_t batch_elements; /* B T */
 };
@@ -44,12 +47,17 @@ int buffers_open(struct buffers *b, struct device *device, const struct plan *pl
                  const struct model_layout *layout, uint32_t every);
 void buffers_close(struct buffers *b);
 
-/* Input of block `layer` (1..L), or with L + 1 of the head. (B, T, C) compute. */
-compute_t *buffers_input(const struct buffers *b, uint64_t layer, uint64_t microbatch);
+/* Input of block `block` (1..L), or with L + 1 of the head. (B, T, C) compute. */
+compute_t *buffers_input(const struct buffers *b, uint64_t block, uint64_t microbatch);
 
 /* dX of a microbatch, and the x of forward-only sweeps: (B, T, C) compute. */
 compute_t *buffers_dx(const struct buffers *b, uint64_t microbatch);
 
+/* Without counts of experts. */
 void buffers_batch(const struct buffers *b, uint64_t microbatch, struct layers_batch *batch);
+
+/* Where a microbatch's are, and the loss' slope made of them; NULL without such a loss. */
+double *buffers_balance(const struct buffers *b, uint64_t microbatch);
+float *buffers_balance_slope(const struct buffers *b, uint64_t microbatch);
 
 #endif

@@ -220,8 +220,8 @@ static int sweep(struct gpu *g, uint64_t rows)
             layers_embedding_decode(g->layers, g->buffers.weights[0], &decode, x);
         else
             layers_block_decode(g->layers, visit->layer, g->buffers.weights[0], &decode, x,
-                                n->cache[2 * (visit->layer - 1)],
-                                n->cache[2 * (visit->layer - 1) + 1]);
+                                n->cache[2 * (visit->block - 1)],
+                                n->cache[2 * (visit->block - 1) + 1]);
         fault_point(FAULT_gpu_mid_generation);
     }
     return 0;

@@ -55,8 +55,8 @@ static void carve_slot(struct layers *layers, struct arena *arena, uint64_t inde
     slot.attended = take_compute(arena, layers, n * layers->query_size);
     slot.middle = take_compute(arena, layers, n * config->hidden_size);
     if (!config->plain_mlp)
-        slot.gate = take_compute(arena, layers, n * config->intermediate_size);
-    slot.up = take_compute(arena, layers, n * config->intermediate_size);
+        slot.gate = take_compute(arena, layers, n * layers->gate_size);
+    slot.up = take_compute(arena, layers, n * layers->gate_size);
     slot.rstd_input = take_floats(arena, n);
     slot.rstd_post = take_floats(arena, n);
     slot.lse = take_floats(arena, n * config->n_heads);
@@ -71,6 +71,14 @@ static void carve_slot(struct layers *layers, struct arena *arena, uint64_t inde
         slot.mlp_out = take_compute(arena, layers, n * config->hidden_size);
         slot.rstd_attention_out = take_floats(arena, n);
         slot.rstd_mlp_out = take_floats(arena, n);
+    }
+    if (config->n_experts) {
+        uint64_t slots = n * config->experts_per_token;
+        slot.router_logits = take_compute(arena, layers, n * config->n_experts);
+        slot.router_weights = take_floats(arena, slots);
+        slot.experts = arena_take(arena, slots * sizeof(int32_t));
+        slot.slots = arena_take(arena, slots * sizeof(int32_t));
+        slot.first = arena_take(arena, (config->n_experts + 1) * sizeof(int32_t));
     }
     if (layers->slots != NULL)
         layers->slots[index] = slot;
@@ -100,9 +108,10 @@ static uint64_t attention_scratch_bytes(const struct layers *layers)
     const struct device *device = layers->device;
     struct layers_batch none = {0};
     uint64_t bytes = 0;
-    for (uint64_t layer = 1; layer <= layers->layout->config.n_layers; layer++)
-        bytes = most(bytes, device->ops->attention_scratch_bytes(
-                                device, layers_attention(layers, &none, layer)));
+    for (uint64_t block = 0; block < layers->layout->config.n_layers; block++)
+        bytes = most(bytes,
+                     device->ops->attention_scratch_bytes(
+                         device, layers_attention(layers, &none, layers->layout->blocks[block])));
     return bytes;
 }
 
@@ -124,6 +133,20 @@ static void carve_backward(struct layers *layers, struct arena *arena)
     layers->attention_scratch = arena_take(arena, attention_scratch_bytes(layers));
     if (config->post_norms)
         layers->branch = take_compute(arena, layers, layers->rows * config->hidden_size);
+    if (config->n_experts)
+        layers->router_dweights = take_floats(arena, layers->rows * config->experts_per_token);
+}
+
+static void carve_experts(struct layers *layers, struct arena *arena)
+{
+    const struct model_config *config = &layers->layout->config;
+    uint64_t n = layers->rows;
+    if (!config->n_experts)
+        return;
+    layers->mixed = take_compute(arena, layers, n * config->hidden_size);
+    layers->expert_in = take_compute(arena, layers, n * config->hidden_size);
+    layers->expert_out = take_compute(arena, layers, n * config->hidden_size);
+    layers->probabilities = take_floats(arena, n * config->n_experts);
 }
 
 static void carve(struct layers *layers, struct arena *arena)
@@ -132,10 +155,11 @@ static void carve(struct layers *layers, struct arena *arena)
     uint64_t n = layers->rows;
     carve_rope(layers, arena);
     layers->normed = take_compute(arena, layers, n * config->hidden_size);
-    uint64_t wide = most(config->intermediate_size, config->hidden_size);
+    uint64_t wide = most(layers->inner_max, config->hidden_size);
     if (!layers->shape.forward_only)
         wide = most(wide, 2 * layers->query_size + 2 * layers->key_size);
     layers->wide = take_compute(arena, layers, n * wide);
+    carve_experts(layers, arena);
     layers->logits = take_floats(arena, layers->head_rows * config->vocab_size);
     layers->row_loss = arena_take(arena, n * sizeof(double));
     if (!layers->shape.forward_only)
@@ -163,6 +187,20 @@ static void describe_operations(struct layers *layers)
     layers->scale = 1.0f / sqrtf((float)scalar);
 }
 
+/* How wide an MLP can be, and what gate and up of a row can take. */
+static void describe_mlps(struct layers *layers)
+{
+    const struct model_config *config = &layers->layout->config;
+    uint64_t sparse = model_config_n_sparse(config);
+    if (sparse < config->n_layers)
+        layers->gate_size = layers->inner_max = config->intermediate_size;
+    if (sparse) {
+        layers->gate_size =
+            most(layers->gate_size, config->experts_per_token * config->expert_size);
+        layers->inner_max = most(layers->inner_max, config->expert_size);
+    }
+}
+
 static void describe(struct layers *layers, struct device *device,
                      const struct model_layout *layout, const struct layers_shape *shape)
 {
@@ -175,6 +213,7 @@ static void describe(struct layers *layers, struct device *device,
     layers->head_rows = layers->rows < LAYERS_HEAD_ROWS ? layers->rows : LAYERS_HEAD_ROWS;
     layers->query_size = config->n_heads * config->head_dim;
     layers->key_size = config->n_kv_heads * config->head_dim;
+    describe_mlps(layers);
     describe_operations(layers);
 }
 
@@ -228,6 +267,16 @@ static int fill_ropes(struct layers *layers)
     return rc == 0 && ropes_differ(config) ? fill_rope(layers, MODEL_REACH_SLIDING) : rc;
 }
 
+/* Host memory of sparse blocks. */
+static int allocate_experts(struct layers *layers)
+{
+    uint64_t experts = layers->layout->config.n_experts;
+    layers->host_first = calloc(experts + 1, sizeof *layers->host_first);
+    layers->host_balance = calloc(2 * experts + 1, sizeof *layers->host_balance);
+    layers->host_slope = calloc(experts + 1, sizeof *layers->host_slope);
+    return layers->host_first && layers->host_balance && layers->host_slope ? 0 : -1;
+}
+
 int layers_init(struct layers **out, struct device *device, const struct model_layout *layout,
                 const struct layers_shape *shape)
 {
@@ -238,7 +287,7 @@ int layers_init(struct layers **out, struct device *device, const struct model_l
     uint64_t bytes = count(layers).used;
     layers->slots = calloc(shape->saved_slots + 1, sizeof *layers->slots);
     layers->host_loss = calloc(layers->rows, sizeof *layers->host_loss);
-    if (layers->slots == NULL || layers->host_loss == NULL) {
+    if (layers->slots == NULL || layers->host_loss == NULL || allocate_experts(layers) < 0) {
         layers_destroy(layers);
         return error_set(ERROR_FAILED, "layers: out of memory");
     }
@@ -264,6 +313,9 @@ void layers_destroy(struct layers *layers)
         return;
     layers->device->ops->free(layers->device, layers->arena);
     free(layers->host_loss);
+    free(layers->host_first);
+    free(layers->host_balance);
+    free(layers->host_slope);
     free(layers->slots);
     free(layers);
 }
@@ -306,13 +358,14 @@ struct device_attention layers_attention(const struct layers *layers,
                                          const struct layers_batch *batch, uint64_t layer)
 {
     const struct model_config *config = &layers->layout->config;
-    return (struct device_attention){.batch = layers->shape.microbatch_size,
-                                     .seq_len = layers->shape.seq_len,
-                                     .query_heads = config->n_heads,
-                                     .key_heads = config->n_kv_heads,
-                                     .head_dim = config->head_dim,
-                                     .scale = layers->scale,
-                                     .document_start = batch->document_start,
-                                     .window = model_config_window(config, layer - 1),
-                                     .softcap = (float)config->attention_softcap};
+    return (struct device_attention){
+        .batch = layers->shape.microbatch_size,
+        .seq_len = layers->shape.seq_len,
+        .query_heads = config->n_heads,
+        .key_heads = config->n_kv_heads,
+        .head_dim = config->head_dim,
+        .scale = layers->scale,
+        .document_start = batch->document_start,
+        .window = model_config_window(config, layers->layout->layers[layer].block),
+        .softcap = (float)config->attention_softcap};
 }

@@ -4,7 +4,8 @@
  * memory themselves. Every family is this one block with other options (model/config.h).
  *
  * A layer's weights arrive as one flat compute_t vector of layout->layers[l].elements elements (the
- * tensor t at its offset), its gradients accumulate in one flat f32 vector of the same shape, to
+ * tensor t at its offset), those of a block with experts as the vector of its group (each layer at
+ * its start); its gradients accumulate in one flat f32 vector of the same shape, to
  * which the caller has given its starting value (zero). Who holds x and dX between layers, and the
  * layer inputs kept as activation checkpoints, is the caller's business:
  *
@@ -23,6 +24,9 @@
  * norms' outputs and act(gate) * up are not kept: backward writes them again in the same pass in
  * which it reads their inputs anyway. With LAYERS_NO_SLOT nothing is kept, and backward first
  * recomputes the slot's content; the bits are the same either way.
+ *
+ * A sparse block has in place of gate and up those of each token's K experts (2 K F), the router's
+ * logits (E), and 8 K bytes for where the token goes.
  *
  * Results do not depend on the thread count, on slots, or on where buffers lie. They do depend, in
  * the last bits, on how the tokens of a step are cut into microbatches.
@@ -57,6 +61,10 @@ struct layers_batch {
     const int32_t *labels;         /* already shifted; -1 where there is none */
     const int32_t *position;       /* position in the own document, < context_max */
     const int32_t *document_start; /* index in the row of the own document's first token */
+    /* Sparse blocks only. (2 E) f64 in device memory: a forward adds what it sends to each expert,
+     * and each expert's probabilities; or NULL. All tokens count, also those without labels. */
+    double *balance;
+    const float *balance_slope; /* (E) f32, for backward: layers_balance_loss() made it; or NULL */
 };
 
 /* The head's tensors: the final norm, and the output matrix, which with tied embeddings is the
@@ -79,6 +87,15 @@ uint64_t layers_bytes(const struct device *device, const struct model_layout *la
 int layers_init(struct layers **layers, struct device *device, const struct model_layout *layout,
                 const struct layers_shape *shape);
 void layers_destroy(struct layers *layers);
+
+/*
+ * The load balancing loss of transformers (Fedus et al. 2021, equations 4 to 6) of one microbatch,
+ * over all its sparse blocks together: coefficient E sum_e (slots_e / N)(sum of p_e / N), N = rows
+ * counted. `balance` is what the forward of every block added to zero; slope (E), in device memory,
+ * is written for the backward.
+ */
+double layers_balance_loss(struct layers *layers, const double *balance, double coefficient,
+                           float *slope);
 
 /* Bytes of one microbatch's x or dX, (B,T,C) compute, in device memory. */
 uint64_t layers_activation_bytes(const struct layers *layers);

@@ -7,6 +7,9 @@
  *     h = norm(m) w_post;  g, u = h Wg^T, h Wu^T [+ b];   f = (act(g) u) Wd^T [act(u) without a
  * gate;
  *     + b];    y = m + f [norm(f)]
+ *
+ * In a sparse block f is, of each row, the sum over its K experts e of w_e MLP_e(h), with w from
+ * the router: softmax(h Wr^T), as gpu_worker/device.h says.
  */
 #include "gpu_worker/layers_internal.h"
 #include "procs/check.h"
@@ -18,8 +21,11 @@ struct block {
     const struct device_ops *ops;
     const struct model_config *config;
     uint64_t layer, rows;
+    uint64_t inner; /* F */
+    int sparse;
     const compute_t *weights;
     float *gradients; /* NULL in forward */
+    double *balance;  /* of the batch, or NULL */
     struct layers_slot *slot;
 };
 
@@ -28,12 +34,15 @@ static struct block block_of(struct layers *layers, uint64_t layer, const comput
 {
     CHECK(slot == LAYERS_NO_SLOT || (slot >= 0 && (uint64_t)slot < layers->shape.saved_slots));
     uint64_t index = slot == LAYERS_NO_SLOT ? layers->shape.saved_slots : (uint64_t)slot;
+    const struct model_layer *l = &layers->layout->layers[layer];
     return (struct block){.layers = layers,
                           .device = layers->device,
                           .ops = layers->device->ops,
                           .config = &layers->layout->config,
                           .layer = layer,
                           .rows = layers->rows,
+                          .inner = layers->layout->config.intermediate_size,
+                          .sparse = l->n_experts > 0,
                           .weights = weights,
                           .slot = &layers->slots[index]};
 }
@@ -58,7 +67,7 @@ struct projection {
 
 static struct projection projection(const struct block *b, enum model_role role)
 {
-    uint64_t hidden = b->config->hidden_size, inner = b->config->intermediate_size;
+    uint64_t hidden = b->config->hidden_size, inner = b->inner;
     uint64_t query = b->layers->query_size, key = b->layers->key_size;
     switch (role) {
     case MODEL_Q:
@@ -69,6 +78,8 @@ static struct projection projection(const struct block *b, enum model_role role)
         return (struct projection){role, MODEL_V_BIAS, hidden, key};
     case MODEL_O:
         return (struct projection){role, MODEL_O_BIAS, query, hidden};
+    case MODEL_ROUTER:
+        return (struct projection){role, MODEL_ROLES, hidden, b->config->n_experts};
     case MODEL_GATE:
         return (struct projection){role, MODEL_GATE_BIAS, hidden, inner};
     case MODEL_UP:
@@ -197,7 +208,8 @@ static void norm_backward(const struct block *b, const struct norm *n, compute_t
 static void rope(const struct block *b, const int32_t *position, enum device_direction direction,
                  compute_t *q, compute_t *k)
 {
-    enum model_reach reach = model_config_reach(b->config, b->layer - 1);
+    enum model_reach reach =
+        model_config_reach(b->config, b->layers->layout->layers[b->layer].block);
     struct device_rope args = {.rows = b->rows,
                                .heads = b->config->n_heads,
                                .head_dim = b->config->head_dim,
@@ -259,13 +271,115 @@ static void narrow(const struct block *b, compute_t *to, const compute_t *residu
 {
     const struct layers_slot *slot = b->slot;
     int plain = b->config->plain_mlp != 0;
-    b->ops->activation_forward(b->device, &(struct device_activation_forward){
-                                              .activation = b->layers->activation,
-                                              .elements = b->rows * b->config->intermediate_size,
-                                              .y = b->layers->wide,
-                                              .gate = plain ? slot->up : slot->gate,
-                                              .up = plain ? NULL : slot->up});
+    b->ops->activation_forward(
+        b->device, &(struct device_activation_forward){.activation = b->layers->activation,
+                                                       .elements = b->rows * b->inner,
+                                                       .y = b->layers->wide,
+                                                       .gate = plain ? slot->up : slot->gate,
+                                                       .up = plain ? NULL : slot->up});
     forward(b, MODEL_DOWN, to, b->layers->wide, residual);
+}
+
+/* ---- experts ---- */
+
+static struct device_router router_of(const struct block *b)
+{
+    return (struct device_router){
+        .rows = b->rows,
+        .experts = b->config->n_experts,
+        .top_k = b->config->experts_per_token,
+        .width = b->config->hidden_size,
+        .scale = b->config->norm_topk ? DEVICE_ROUTER_NORMALIZED : DEVICE_ROUTER_AS_IS,
+        .round = b->config->router_rounded ? DEVICE_ROUTER_ROUNDED : DEVICE_ROUTER_F32};
+}
+
+/* One expert at work on its rows. */
+struct expert {
+    struct block block; /* its layer's, and its part of the slot's gate and up */
+    struct layers_slot part;
+    const int32_t *slots; /* (rows) */
+};
+
+/* layers->host_first says which rows; 0 when there are none. */
+static int expert_open(const struct block *b, uint64_t index, struct expert *e)
+{
+    const struct layers *ls = b->layers;
+    const struct model_layer *layer = &ls->layout->layers[b->layer + 1 + index];
+    uint64_t first = (uint64_t)ls->host_first[index];
+    uint64_t inner = b->config->expert_size;
+    *e = (struct expert){.block = *b, .part = *b->slot, .slots = b->slot->slots + first};
+    e->part.gate = device_at(b->device, b->slot->gate, first * inner);
+    e->part.up = device_at(b->device, b->slot->up, first * inner);
+    e->block.layer = b->layer + 1 + index;
+    e->block.rows = (uint64_t)ls->host_first[index + 1] - first;
+    e->block.inner = inner;
+    e->block.weights = device_at(b->device, b->weights, layer->start);
+    e->block.gradients = b->gradients ? b->gradients + layer->start : NULL;
+    return e->block.rows > 0;
+}
+
+/* The expert's block reads and writes its part of the slot. */
+static const struct block *expert_block(struct expert *e)
+{
+    e->block.slot = &e->part;
+    return &e->block;
+}
+
+static void fetch_first(const struct block *b)
+{
+    b->ops->copy_out(b->device, b->layers->host_first, b->slot->first,
+                     (b->config->n_experts + 1) * sizeof *b->slot->first);
+}
+
+static void gather(const struct block *b, const struct expert *e)
+{
+    b->ops->expert_gather(b->device, b->layers->expert_in, b->layers->normed, e->slots,
+                          e->block.rows, router_of(b));
+}
+
+/* normed -> where its rows go, and gate and up of each expert */
+static void spread(const struct block *b)
+{
+    const struct layers_slot *slot = b->slot;
+    forward(b, MODEL_ROUTER, slot->router_logits, b->layers->normed, NULL);
+    b->ops->router_forward(
+        b->device,
+        &(struct device_router_forward){.logits = slot->router_logits,
+                                        .probabilities = b->layers->probabilities,
+                                        .weights = slot->router_weights,
+                                        .experts = slot->experts,
+                                        .slots = slot->slots,
+                                        .first = slot->first,
+                                        .balance = b->balance},
+        router_of(b));
+    fetch_first(b);
+    for (uint64_t index = 0; index < b->config->n_experts; index++) {
+        struct expert e;
+        if (!expert_open(b, index, &e))
+            continue;
+        gather(b, &e);
+        forward(expert_block(&e), MODEL_GATE, e.part.gate, b->layers->expert_in, NULL);
+        forward(expert_block(&e), MODEL_UP, e.part.up, b->layers->expert_in, NULL);
+    }
+}
+
+/* gate, up of each expert -> y = middle + f */
+static void mix(const struct block *b, compute_t *y)
+{
+    const struct layers *ls = b->layers;
+    uint64_t elements = b->rows * b->config->hidden_size;
+    uint64_t bytes = elements * b->device->compute_bytes;
+    b->ops->zero(b->device, ls->mixed, bytes);
+    for (uint64_t index = 0; index < b->config->n_experts; index++) {
+        struct expert e;
+        if (!expert_open(b, index, &e))
+            continue;
+        narrow(expert_block(&e), ls->expert_out, NULL);
+        b->ops->expert_scatter(b->device, ls->mixed, ls->expert_out, b->slot->router_weights,
+                               e.slots, e.block.rows, router_of(b));
+    }
+    b->ops->copy(b->device, y, b->slot->middle, bytes);
+    b->ops->accumulate(b->device, y, ls->mixed, elements);
 }
 
 /* slot's attended -> middle, gate, up; with a norm behind the MLP also mlp_out */
@@ -282,6 +396,10 @@ static void widen(const struct block *b, const compute_t *x)
     }
     struct norm post = post_norm(b);
     norm_forward(b, &post, normed, NULL);
+    if (b->sparse) {
+        spread(b);
+        return;
+    }
     if (!b->config->plain_mlp)
         forward(b, MODEL_GATE, slot->gate, normed, NULL);
     forward(b, MODEL_UP, slot->up, normed, NULL);
@@ -292,6 +410,10 @@ static void widen(const struct block *b, const compute_t *x)
 /* middle, gate, up or mlp_out -> y */
 static void finish(const struct block *b, compute_t *y)
 {
+    if (b->sparse) {
+        mix(b, y);
+        return;
+    }
     if (!b->config->post_norms) {
         narrow(b, y, b->slot->middle);
         return;
@@ -315,6 +437,7 @@ void layers_block_forward(struct layers *layers, uint64_t layer, const compute_t
                           int64_t slot)
 {
     struct block b = block_of(layers, layer, weights, slot);
+    b.balance = batch->balance;
     fill_slot(&b, batch, x_in);
     finish(&b, x_out);
 }
@@ -332,34 +455,108 @@ static compute_t *branch_of(const struct block *b, struct norm (*norm)(const str
     return b->layers->branch;
 }
 
-/* dx: of y -> of the middle. Leaves the derivatives of gate and up in their places in the slot. */
-static void mlp_backward(const struct block *b, compute_t *dx)
+/* dy of an MLP's output -> the derivatives of gate and up in their places in the slot, and that of
+ * down's weight. */
+static void narrow_backward(const struct block *b, compute_t *dy)
 {
-    static const enum model_role down[] = {MODEL_DOWN}, both[] = {MODEL_GATE, MODEL_UP},
-                                 alone[] = {MODEL_UP};
+    static const enum model_role down[] = {MODEL_DOWN};
     const struct layers *ls = b->layers;
     const struct layers_slot *slot = b->slot;
     int plain = b->config->plain_mlp != 0;
     compute_t *input = plain ? slot->up : slot->gate;
-    compute_t *df = branch_of(b, mlp_out_norm, dx);
-    backward_input(b, MODEL_DOWN, ls->wide, DEVICE_SET, df);
-    b->ops->activation_backward(b->device, &(struct device_activation_backward){
-                                               .activation = ls->activation,
-                                               .elements = b->rows * b->config->intermediate_size,
-                                               .dgate = input,
-                                               .dup = plain ? NULL : slot->up,
-                                               .y = ls->wide,
-                                               .dy = ls->wide,
-                                               .gate = input,
-                                               .up = plain ? NULL : slot->up});
-    backward_weights(b, down, &df, 1, ls->wide);
-    backward_input(b, plain ? MODEL_UP : MODEL_GATE, ls->normed, DEVICE_SET, input);
+    backward_input(b, MODEL_DOWN, ls->wide, DEVICE_SET, dy);
+    b->ops->activation_backward(
+        b->device, &(struct device_activation_backward){.activation = ls->activation,
+                                                        .elements = b->rows * b->inner,
+                                                        .dgate = input,
+                                                        .dup = plain ? NULL : slot->up,
+                                                        .y = ls->wide,
+                                                        .dy = ls->wide,
+                                                        .gate = input,
+                                                        .up = plain ? NULL : slot->up});
+    backward_weights(b, down, &dy, 1, ls->wide);
+}
+
+/* The derivatives of gate and up -> dx of what they read. */
+static void widen_backward_input(const struct block *b, compute_t *dx)
+{
+    int plain = b->config->plain_mlp != 0;
+    backward_input(b, plain ? MODEL_UP : MODEL_GATE, dx, DEVICE_SET,
+                   plain ? b->slot->up : b->slot->gate);
     if (!plain)
-        backward_input(b, MODEL_UP, ls->normed, DEVICE_ADD, slot->up);
+        backward_input(b, MODEL_UP, dx, DEVICE_ADD, b->slot->up);
+}
+
+static void widen_backward_weights(const struct block *b, const compute_t *x)
+{
+    static const enum model_role both[] = {MODEL_GATE, MODEL_UP}, alone[] = {MODEL_UP};
+    compute_t *const dy[] = {b->slot->gate, b->slot->up};
+    if (b->config->plain_mlp)
+        backward_weights(b, alone, dy + 1, 1, x);
+    else
+        backward_weights(b, both, dy, 2, x);
+}
+
+/* The rows of one expert: dx, the derivative by f -> its part of `mixed`, by what was read. */
+static void expert_backward(const struct block *b, struct expert *e, const compute_t *dx)
+{
+    const struct layers *ls = b->layers;
+    const struct block *expert = expert_block(e);
+    gather(b, e);
+    narrow(expert, ls->expert_out, NULL);
+    b->ops->expert_scatter_backward(
+        b->device,
+        &(struct device_expert_scatter_backward){.dfrom = ls->expert_out,
+                                                 .dweights = ls->router_dweights,
+                                                 .dto = dx,
+                                                 .from = ls->expert_out,
+                                                 .weights = b->slot->router_weights,
+                                                 .slots = e->slots,
+                                                 .n = e->block.rows},
+        router_of(b));
+    narrow_backward(expert, ls->expert_out);
+    widen_backward_weights(expert, ls->expert_in);
+    widen_backward_input(expert, ls->expert_out);
+    b->ops->expert_scatter(b->device, ls->mixed, ls->expert_out, NULL, e->slots, e->block.rows,
+                           router_of(b));
+}
+
+/* dx: of y -> of the middle. */
+static void experts_backward(const struct block *b, const float *balance_slope, compute_t *dx)
+{
+    static const enum model_role router[] = {MODEL_ROUTER};
+    const struct layers *ls = b->layers;
+    compute_t *dlogits = b->slot->router_logits;
+    struct norm post = post_norm(b);
+    norm_forward(b, &post, ls->normed, NULL);
+    fetch_first(b);
+    b->ops->zero(b->device, ls->mixed, b->rows * b->config->hidden_size * b->device->compute_bytes);
+    for (uint64_t index = b->config->n_experts; index-- > 0;) {
+        struct expert e;
+        if (expert_open(b, index, &e))
+            expert_backward(b, &e, dx);
+    }
+    b->ops->router_backward(b->device,
+                            &(struct device_router_backward){.dlogits = dlogits,
+                                                             .dweights = ls->router_dweights,
+                                                             .logits = dlogits,
+                                                             .experts = b->slot->experts,
+                                                             .balance_slope = balance_slope},
+                            router_of(b));
+    backward_input(b, MODEL_ROUTER, ls->mixed, DEVICE_ADD, dlogits);
+    backward_weights(b, router, &dlogits, 1, ls->normed);
+    norm_backward(b, &post, dx, ls->mixed, dx, NULL);
+}
+
+/* dx: of y -> of the middle. */
+static void mlp_backward(const struct block *b, compute_t *dx)
+{
+    const struct layers *ls = b->layers;
+    narrow_backward(b, branch_of(b, mlp_out_norm, dx));
+    widen_backward_input(b, ls->normed);
     struct norm post = post_norm(b);
     norm_backward(b, &post, dx, ls->normed, dx, ls->normed);
-    compute_t *const dy[] = {input, slot->up};
-    backward_weights(b, plain ? alone : both, dy, plain ? 1 : 2, ls->normed);
+    widen_backward_weights(b, ls->normed);
 }
 
 /* dq, dk: of what rope gave -> of what the linears gave */
@@ -426,7 +623,10 @@ void layers_block_backward(struct layers *layers, uint64_t layer, const compute_
         if (b.config->post_norms)
             finish(&b, layers->normed); /* for rstd_mlp_out; the block's output is not wanted */
     }
-    mlp_backward(&b, dx);
+    if (b.sparse)
+        experts_backward(&b, batch->balance_slope, dx);
+    else
+        mlp_backward(&b, dx);
     attention_backward(&b, batch, x_in, dx);
 }
 

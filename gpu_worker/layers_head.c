@@ -175,3 +175,21 @@ void layers_head_logits(struct layers *layers, const struct layers_head *head, c
     for (uint64_t row = 0; row < rows; row += layers->head_rows)
         (void)chunk_logits(layers, head, x, row, rows, logits + row * vocabulary);
 }
+
+double layers_balance_loss(struct layers *layers, const double *balance, double coefficient,
+                           float *slope)
+{
+    const struct model_config *config = &layers->layout->config;
+    uint64_t n = config->n_experts;
+    double counted = (double)(layers->rows * model_config_n_sparse(config)), sum = 0;
+    layers->device->ops->copy_out(layers->device, layers->host_balance, balance,
+                                  2 * n * sizeof *balance);
+    double factor = coefficient * (double)n / (counted * counted);
+    for (uint64_t e = 0; e < n; e++) {
+        sum += layers->host_balance[e] * layers->host_balance[n + e];
+        layers->host_slope[e] = (float)(factor * layers->host_balance[e]);
+    }
+    layers->device->ops->copy_in(layers->device, slope, layers->host_slope, n * sizeof *slope);
+    layers->device->ops->synchronize(layers->device); /* the host's copy is used again */
+    return factor * sum;
+}

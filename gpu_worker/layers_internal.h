@@ -17,11 +17,16 @@ struct layers_slot {
     compute_t *attended;      /* (N, Hq D) */
     compute_t *attention_out; /* (N, C) before its norm: post_norms */
     compute_t *middle;        /* (N, C) the residual stream after attention */
-    compute_t *gate;        /* (N, F); backward turns it into its derivative; not in a plain MLP */
-    compute_t *up;          /* (N, F); the same */
-    compute_t *mlp_out;     /* (N, C) before its norm: post_norms */
-    float *rstd_input;      /* (N) */
-    float *rstd_q, *rstd_k; /* (N Hq), (N Hk) */
+    compute_t *gate;    /* (N, F); backward turns it into its derivative; not in a plain MLP */
+    compute_t *up;      /* (N, F); the same */
+    compute_t *mlp_out; /* (N, C) before its norm: post_norms */
+    /* Sparse blocks; gate and up are (N K, F) then, row i that of the slot slots[i]. */
+    compute_t *router_logits; /* (N, E); backward turns them into their derivative */
+    float *router_weights;    /* (N, K) */
+    int32_t *experts, *slots; /* (N, K), (N K) */
+    int32_t *first;           /* (E + 1) */
+    float *rstd_input;        /* (N) */
+    float *rstd_q, *rstd_k;   /* (N Hq), (N Hk) */
     float *rstd_attention_out, *rstd_post, *rstd_mlp_out; /* (N) */
     float *lse;                                           /* (B, Hq, T) */
 };
@@ -34,6 +39,8 @@ struct layers {
     uint64_t head_rows;    /* min(N, LAYERS_HEAD_ROWS) */
     uint64_t query_size;   /* Hq D */
     uint64_t key_size;     /* Hk D */
+    uint64_t inner_max;    /* F of the widest MLP or expert */
+    uint64_t gate_size;    /* elements of a slot's gate, and of its up, per row */
     float scale;           /* of attention scores: 1/sqrt(D), unless the model says otherwise */
     enum device_norm norm; /* of all norms of the model */
     enum device_activation activation;
@@ -46,6 +53,15 @@ struct layers {
     compute_t *normed; /* (N, C) output of a norm, or its derivative */
     compute_t *wide;   /* (N, max(F, C, 2 Hq D + 2 Hk D)) */
     compute_t *branch; /* (N, C) derivative of what attention or MLP add, before their norm */
+    /* Sparse blocks only. */
+    compute_t *mixed;       /* (N, C) sum of the experts' outputs; derivative of what they read */
+    compute_t *expert_in;   /* (N, C) the rows of one expert */
+    compute_t *expert_out;  /* (N, C) */
+    float *probabilities;   /* (N, E) */
+    float *router_dweights; /* (N, K) */
+    int32_t *host_first;    /* (E + 1), in host memory */
+    double *host_balance;   /* (2 E), the same */
+    float *host_slope;      /* (E) */
     void *attention_scratch;
     float *norm_scratch;
     float *logits;     /* (head_rows, V) */

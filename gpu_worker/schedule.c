@@ -49,7 +49,9 @@ static int check_hash(const struct gpu *g, const char *what, const struct ring_d
 static int load_page(struct gpu *g, const struct visit *visit, const struct ring_descriptor *d)
 {
     const struct model_page *page = &g->w->layout.pages[d->page];
-    uint64_t source = page->layer == visit->sources[0] ? 0 : 1;
+    const struct model_layer *layer = &g->w->layout.layers[page->layer];
+    uint64_t source = layer->group == visit->sources[0] ? 0 : 1,
+             start = layer->start + page->offset;
     const char *frame = segment_frame(&g->w->segment, REGION_WEIGHTS_POOL, 0, d->frame);
     enum device_host_dtype from = g->w->plan->bf16 ? DEVICE_HOST_BF16 : DEVICE_HOST_F32;
     uint64_t width = g->w->plan->bf16 ? 2 : 4;
@@ -60,7 +62,7 @@ static int load_page(struct gpu *g, const struct visit *visit, const struct ring
         if (g->w->plan->frame_hashes)
             page_digest_add(&digest, frame + at * width, n * width);
         g->device->ops->load(g->device,
-                             device_at(g->device, g->buffers.weights[source], page->offset + at),
+                             device_at(g->device, g->buffers.weights[source], start + at),
                              frame + at * width, from, n);
     }
     g->device->ops->synchronize(g->device); /* before RETURN: the frame may be reused at once */
@@ -239,13 +241,14 @@ static void flip_bit(const struct gpu *g, uint64_t page, float *piece, uint64_t 
 static uint64_t copy_gradients(const struct gpu *g, uint64_t p, float *frame)
 {
     const struct model_page *page = &g->w->layout.pages[p];
+    const float *gradients =
+        g->buffers.gradients + g->w->layout.layers[page->layer].start + page->offset;
     struct page_digest_so_far digest;
     int flipped = 0;
     page_digest_begin(&digest);
     for (uint64_t at = 0, n; at < page->elements; at += n) {
         n = page->elements - at < PIECE_ELEMENTS ? page->elements - at : PIECE_ELEMENTS;
-        g->device->ops->copy_out(g->device, frame + at, g->buffers.gradients + page->offset + at,
-                                 n * sizeof *frame);
+        g->device->ops->copy_out(g->device, frame + at, gradients + at, n * sizeof *frame);
         if (!mutant(MUTANT_publish_before_copy))
             g->device->ops->synchronize(g->device);
         flip_bit(g, p, frame + at, n, &flipped);
@@ -255,11 +258,12 @@ static uint64_t copy_gradients(const struct gpu *g, uint64_t p, float *frame)
     return page_digest_end(&digest).low;
 }
 
-/* Sends a layer's accumulated gradient off the device, page by page, to the pages' owners. */
+/* Sends a group's accumulated gradient off the device, page by page, to the pages' owners. */
 static int publish_gradients(struct gpu *g, uint32_t layer)
 {
-    const struct model_layer *l = &g->w->layout.layers[layer];
-    for (uint64_t p = l->first_page; p < l->first_page + l->n_pages; p++) {
+    uint64_t first = g->w->layout.layers[layer].first_page;
+    uint64_t end = first + model_group_pages(&g->w->layout, layer);
+    for (uint64_t p = first; p < end; p++) {
         uint32_t owner = topology_page_owner(p, g->w->plan->opt_workers);
         struct ring_descriptor d = {.page = p, .step = g->step};
         int rc = take_frame(g, &d.frame);
@@ -278,7 +282,7 @@ static int publish_gradients(struct gpu *g, uint32_t layer)
 static void zero_gradients(struct gpu *g, uint32_t layer)
 {
     g->device->ops->zero(g->device, g->buffers.gradients,
-                         g->w->layout.layers[layer].elements * sizeof(float));
+                         model_group_elements(&g->w->layout, layer) * sizeof(float));
 }
 
 /* -- one visit each; microbatch by microbatch -- */
@@ -291,22 +295,26 @@ static int64_t saved_slot(const struct gpu *g, const struct visit *v, uint64_t m
         return LAYERS_NO_SLOT;
     if (v->kind == VISIT_FORWARD && v->keeps != VISIT_KEEPS_ALL)
         return LAYERS_NO_SLOT;
-    uint64_t place = every == VISITS_CHECKPOINT_NONE ? v->layer - 1 : (v->layer - 1) % every;
+    uint64_t place = every == VISITS_CHECKPOINT_NONE ? v->block - 1 : (v->block - 1) % every;
     return (int64_t)(place * g->buffers.microbatches + microbatch);
 }
 
 static int visit_forward(struct gpu *g, const struct visit *v)
 {
     struct layers_batch batch;
+    if (v->layer == 0 && g->buffers.balance)
+        g->device->ops->zero(g->device, g->buffers.balance,
+                             g->buffers.microbatches * 2 * g->buffers.experts * sizeof(double));
     for (uint64_t m = 0; m < g->buffers.microbatches; m++) {
         buffers_batch(&g->buffers, m, &batch);
+        batch.balance = buffers_balance(&g->buffers, m); /* a re-forward counts nothing again */
         if (v->layer == 0)
             layers_embedding_forward(g->layers, g->buffers.weights[0], &batch,
                                      buffers_input(&g->buffers, 1, m));
         else
             layers_block_forward(g->layers, v->layer, g->buffers.weights[0], &batch,
-                                 buffers_input(&g->buffers, v->layer, m),
-                                 buffers_input(&g->buffers, (uint64_t)v->layer + 1, m),
+                                 buffers_input(&g->buffers, v->block, m),
+                                 buffers_input(&g->buffers, (uint64_t)v->block + 1, m),
                                  saved_slot(g, v, m));
         int rc = worker_check(g->w);
         if (rc < 0)
@@ -322,18 +330,31 @@ static int visit_reforward(struct gpu *g, const struct visit *v)
 {
     uint64_t every = g->checkpoint_every;
     struct layers_batch batch;
-    int last = v->layer % every == 0 || v->layer == g->buffers.blocks;
+    int last = v->block % every == 0 || v->block == g->buffers.blocks;
     for (uint64_t m = 0; m < g->buffers.microbatches; m++) {
         buffers_batch(&g->buffers, m, &batch);
         compute_t *out =
-            last ? g->buffers.discard : buffers_input(&g->buffers, (uint64_t)v->layer + 1, m);
+            last ? g->buffers.discard : buffers_input(&g->buffers, (uint64_t)v->block + 1, m);
         layers_block_forward(g->layers, v->layer, g->buffers.weights[0], &batch,
-                             buffers_input(&g->buffers, v->layer, m), out, saved_slot(g, v, m));
+                             buffers_input(&g->buffers, v->block, m), out, saved_slot(g, v, m));
         int rc = worker_check(g->w);
         if (rc < 0)
             return rc;
     }
     return 0;
+}
+
+/* Load balancing: the mean over microbatches of each one's loss, as if it were a loss of each
+ * token.
+ */
+static void add_balance_loss(struct gpu *g, struct step_result *result)
+{
+    uint64_t n = g->buffers.microbatches;
+    double coefficient = g->w->layout.config.router_aux_loss / (double)n, loss = 0.0;
+    for (uint64_t m = 0; m < n && g->buffers.balance; m++)
+        loss += layers_balance_loss(g->layers, buffers_balance(&g->buffers, m), coefficient,
+                                    buffers_balance_slope(&g->buffers, m));
+    result->loss_sum += loss * (double)result->labelled;
 }
 
 static int visit_head(struct gpu *g, const struct visit *v, struct step_result *result)
@@ -356,6 +377,7 @@ static int visit_head(struct gpu *g, const struct visit *v, struct step_result *
         if (rc < 0)
             return rc;
     }
+    add_balance_loss(g, result);
     return publish_gradients(g, v->layer);
 }
 
@@ -365,8 +387,9 @@ static int visit_backward(struct gpu *g, const struct visit *v)
     zero_gradients(g, v->layer);
     for (uint64_t m = 0; m < g->buffers.microbatches; m++) {
         buffers_batch(&g->buffers, m, &batch);
+        batch.balance_slope = buffers_balance_slope(&g->buffers, m);
         layers_block_backward(g->layers, v->layer, g->buffers.weights[0], g->buffers.gradients,
-                              &batch, buffers_input(&g->buffers, v->layer, m),
+                              &batch, buffers_input(&g->buffers, v->block, m),
                               buffers_dx(&g->buffers, m), saved_slot(g, v, m));
         int rc = worker_check(g->w);
         if (rc < 0)

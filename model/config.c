@@ -402,7 +402,8 @@ static int is_read_elsewhere(const struct config_family *family, const char *key
            has_key(family->flags, sizeof *family->flags, key) ||
            has_key(family->dropouts, sizeof *family->dropouts, key) ||
            strcmp(key, family->activation_key) == 0 || config_rope_reads(family, key) ||
-           config_window_reads(family, key) || is_one_of(key, read_keys, LENGTH(read_keys));
+           config_window_reads(family, key) || config_experts_reads(family, key) ||
+           is_one_of(key, read_keys, LENGTH(read_keys));
 }
 
 /* 1, 1.0: the same; else as JSON. */
@@ -467,9 +468,10 @@ typedef int config_reader(const struct config_source *, const struct config_fami
 static int config_from_json(struct model_config *config, const json_t *root, const char *where)
 {
     static config_reader *const readers[] = {
-        read_sizes,         check_sizes,      read_reals,       read_flags, read_activation,
-        read_dropouts,      read_bos,         read_pad,         read_eos,   read_dtype,
-        config_read_window, config_read_rope, check_other_keys,
+        read_sizes,       check_sizes,      read_reals,         read_flags,
+        read_activation,  read_dropouts,    read_bos,           read_pad,
+        read_eos,         read_dtype,       config_read_window, config_read_experts,
+        config_read_rope, check_other_keys,
     };
     struct config_source s = {.root = root, .where = where};
     const struct config_family *family;

@@ -27,6 +27,8 @@ enum model_architecture {
     MODEL_GEMMA2,  /* Gemma2ForCausalLM */
     MODEL_GEMMA3,  /* Gemma3ForCausalLM, text only */
     MODEL_GPT2,    /* GPT2LMHeadModel */
+    MODEL_MIXTRAL, /* MixtralForCausalLM */
+    MODEL_QWEN3_MOE, /* Qwen3MoeForCausalLM */
 };
 
 /* How rotary frequencies f are changed. Wavelength: 2 pi / f. */
@@ -61,6 +63,8 @@ enum model_positions {
 enum {
     MODEL_EOS_TOKENS_MAX = 8,
     MODEL_BLOCKS_MAX = 1 << 12,
+    MODEL_EXPERTS_MAX = 1 << 10,       /* of a block */
+    MODEL_MODEL_EXPERTS_MAX = 1 << 18, /* of all blocks */
 };
 
 struct model_rope {
@@ -99,11 +103,17 @@ struct model_config {
     double attention_softcap; /* c: scores become c tanh(score / c); 0: none */
     double final_softcap;     /* the same of the logits */
     double embedding_scale;   /* looked-up rows are multiplied by it; 0: not */
+    /* Mixture of experts: what a block whose bit in `sparse` is set has in place of its MLP. */
+    uint64_t n_experts;         /* E; 0: no block is sparse */
+    uint64_t experts_per_token; /* K */
+    uint64_t expert_size;       /* F of an expert; intermediate_size is that of the other blocks */
+    double router_aux_loss;     /* coefficient of the load balancing loss; 0: there is none */
     /* -1: none. Its row of the embedding gets no gradient from look-ups (torch's padding_idx); a
      * tied head's share of the row's gradient stays. */
     int64_t pad_token_id;
     struct model_rope rope[MODEL_REACHES];
     uint8_t sliding[MODEL_BLOCKS_MAX / 8]; /* bit b % 8 of byte b / 8: block b, from 0 */
+    uint8_t sparse[MODEL_BLOCKS_MAX / 8];  /* the same for mixtures of experts */
     uint32_t norm;                         /* enum model_norm */
     uint32_t activation;                   /* enum model_activation */
     uint32_t positions;                    /* enum model_positions */
@@ -118,7 +128,9 @@ struct model_config {
     uint32_t transposed; /* linears of the blocks are stored (in, out), as GPT-2's Conv1D */
     uint32_t fused_qkv;  /* q, k, v are one tensor */
     uint32_t fused_gate_up;
-    uint32_t reserved; /* 0 */
+    uint32_t norm_topk;      /* the weights of a token's experts are divided by their sum */
+    uint32_t router_rounded; /* those weights are numbers of the compute dtype, else float32 */
+    uint32_t reserved;       /* 0 */
 
     uint64_t max_position;
     double initializer_range;
@@ -151,8 +163,9 @@ int model_config_check_training(const struct model_config *config, const char *f
 /* The family's model_type: "llama", "qwen2", ... */
 static inline const char *model_config_family(const struct model_config *config)
 {
-    static const char *const families[] = {"llama", "mistral", "qwen2",       "qwen3",
-                                           "phi3",  "gemma2",  "gemma3_text", "gpt2"};
+    static const char *const families[] = {"llama",   "mistral",  "qwen2",       "qwen3",
+                                           "phi3",    "gemma2",   "gemma3_text", "gpt2",
+                                           "mixtral", "qwen3_moe"};
     return families[config->architecture];
 }
 
@@ -163,6 +176,21 @@ static inline const char *model_config_family(const struct model_config *config)
 static inline enum model_reach model_config_reach(const struct model_config *config, uint64_t block)
 {
     return (config->sliding[block / 8] >> (block % 8)) & 1 ? MODEL_REACH_SLIDING : MODEL_REACH_FULL;
+}
+
+/* Has block b, from 0, experts? */
+static inline int model_config_is_sparse(const struct model_config *config, uint64_t block)
+{
+    return (config->sparse[block / 8] >> (block % 8)) & 1;
+}
+
+/* Blocks with experts. */
+static inline uint64_t model_config_n_sparse(const struct model_config *config)
+{
+    uint64_t n = 0;
+    for (uint64_t block = 0; block < config->n_layers; block++)
+        n += (uint64_t)model_config_is_sparse(config, block);
+    return n;
 }
 
 /* Keys that a query of block b sees at most, itself among them; 0: all of its document. */

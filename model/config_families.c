@@ -5,7 +5,7 @@
 /*
  * The limits are far above any real model; they keep every product of sizes within 64 bits
  * (layout.c): a matrix has at most 2^48 elements (a fused one 2^50), a model of 2^12 blocks of
- * seven matrices fewer than 2^63.
+ * seven matrices fewer than 2^63. Matrices of experts are bounded together: config_experts.c.
  */
 #define POSITIONS_MAX ((uint64_t)1 << 31)
 
@@ -54,6 +54,8 @@ static const struct config_size_key gpt2_sizes[] = {
 
 static const struct config_real_key rms_reals[] = {
     NORM_EPS("rms_norm_eps", 1e-6), INITIALIZER_RANGE, {.key = NULL}};
+static const struct config_real_key mixtral_reals[] = {
+    NORM_EPS("rms_norm_eps", 1e-5), INITIALIZER_RANGE, {.key = NULL}};
 static const struct config_real_key phi3_reals[] = {
     NORM_EPS("rms_norm_eps", 1e-5), INITIALIZER_RANGE, {.key = NULL}};
 static const struct config_real_key gpt2_reals[] = {
@@ -108,7 +110,12 @@ static const struct config_dropout_key usual_dropouts[] = {
 static const struct config_dropout_key gpt2_dropouts[] = {
     {"resid_pdrop", 0.1}, {"embd_pdrop", 0.1}, {"attn_pdrop", 0.1}, {.key = NULL}};
 
+/* Noise on the router's input, in training. */
+static const struct config_fixed_key mixtral_fixed[] = {
+    {"attention_bias", "false"}, {"router_jitter_noise", "0"}, {.key = NULL}};
+
 static const char *const no_inert[] = {NULL};
+static const char *const qwen3_moe_inert[] = {"max_window_layers", NULL}; /* not of this class */
 static const char *const qwen2_inert[] = {"attention_bias", NULL}; /* always q, k, v and not o */
 /* auto_map names code beside the weights, which the library's own class does without. */
 static const char *const phi3_inert[] = {"original_max_position_embeddings", "auto_map", NULL};
@@ -310,6 +317,55 @@ const struct config_family config_families[] = {
         .pad = -1,
         .trains_pad_row = 1,
         .rope = CONFIG_ROPE_NONE,
+    },
+    {
+        .architecture = "MixtralForCausalLM",
+        .model_type = "mixtral",
+        .class_name = "MixtralConfig",
+        .options =
+            {.architecture = MODEL_MIXTRAL, .norm_topk = 1, .n_experts = 8, .experts_per_token = 2},
+        .sizes = SIZES(32000, 4096, 14336, 32, 32, 8, 0, 131072),
+        .reals = mixtral_reals,
+        .flags = tie_flag,
+        .fixed = mixtral_fixed,
+        .dropouts = usual_dropouts,
+        .inert = no_inert,
+        .activation_key = "hidden_act",
+        .activation = "silu",
+        .bos = 1,
+        .eos = 2,
+        .pad = -1,
+        .rope = CONFIG_ROPE_FLAT,
+        .rope_theta = {1e6, 1e6},
+        .window = CONFIG_WINDOW_ALL,
+        .experts = CONFIG_EXPERTS_MIXTRAL,
+    },
+    {
+        .architecture = "Qwen3MoeForCausalLM",
+        .model_type = "qwen3_moe",
+        .class_name = "Qwen3MoeConfig",
+        .options = {.architecture = MODEL_QWEN3_MOE,
+                    .qk_norm = 1,
+                    .router_rounded = 1,
+                    .n_experts = 128,
+                    .experts_per_token = 8,
+                    .expert_size = 768},
+        .sizes = SIZES(151936, 2048, 6144, 24, 32, 4, 0, 32768),
+        .reals = rms_reals,
+        .flags = attention_bias_flags,
+        .fixed = no_fixed,
+        .dropouts = usual_dropouts,
+        .inert = qwen3_moe_inert,
+        .activation_key = "hidden_act",
+        .activation = "silu",
+        .bos = -1,
+        .eos = -1,
+        .pad = -1,
+        .rope = CONFIG_ROPE_FLAT,
+        .rope_theta = {1e4, 1e4},
+        .window = CONFIG_WINDOW_SWITCH,
+        .window_fallback = 4096,
+        .experts = CONFIG_EXPERTS_QWEN,
     },
 };
 

@@ -54,6 +54,13 @@ enum config_window_form {
     CONFIG_WINDOW_ALL,  /* sliding_window, in all blocks */
     CONFIG_WINDOW_QWEN, /* use_sliding_window: blocks from max_window_layers on, or layer_types */
     CONFIG_WINDOW_PATTERN, /* all but every Nth block, or layer_types */
+    CONFIG_WINDOW_SWITCH,  /* sliding_window in all blocks, if use_sliding_window */
+};
+
+enum config_experts_form {
+    CONFIG_EXPERTS_NONE,
+    CONFIG_EXPERTS_MIXTRAL, /* in every block, of intermediate_size */
+    CONFIG_EXPERTS_QWEN,    /* in some blocks, of moe_intermediate_size */
 };
 
 struct config_family {
@@ -77,6 +84,7 @@ struct config_family {
     uint64_t window_fallback;       /* 0: none */
     uint64_t window_pattern;        /* N of CONFIG_WINDOW_PATTERN ... */
     const char *window_pattern_key; /* ... unless this key says another; NULL: none does */
+    enum config_experts_form experts;
 };
 
 extern const struct config_family config_families[];

@@ -1,6 +1,6 @@
 /*
- * What a config.json says in more than one key: rotary embeddings and sliding windows. Internal to
- * model/config*.c.
+ * What a config.json says in more than one key: rotary embeddings, sliding windows, mixtures of
+ * experts. Internal to model/config*.c.
  */
 #ifndef MODEL_CONFIG_FORMS_H
 #define MODEL_CONFIG_FORMS_H
@@ -15,8 +15,13 @@ int config_read_rope(const struct config_source *s, const struct config_family *
 int config_read_window(const struct config_source *s, const struct config_family *family,
                        struct model_config *config);
 
-/* 1 when one of the two reads the key. */
+/* num_local_experts, output_router_logits, ...; n_layers and intermediate_size are known. */
+int config_read_experts(const struct config_source *s, const struct config_family *family,
+                        struct model_config *config);
+
+/* 1 when one of the three reads the key. */
 int config_rope_reads(const struct config_family *family, const char *key);
 int config_window_reads(const struct config_family *family, const char *key);
+int config_experts_reads(const struct config_family *family, const char *key);
 
 #endif

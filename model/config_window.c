@@ -99,6 +99,20 @@ static int read_qwen(const struct config_source *s, const struct config_family *
     return settle(s, uses ? window_key : use_key, config, uses ? window : 0);
 }
 
+static int read_switch(const struct config_source *s, const struct config_family *family,
+                       struct model_config *config)
+{
+    uint32_t uses = 0;
+    int rc = config_read_flag(s, "use_sliding_window", &uses);
+    if (rc == 0)
+        rc = read_all(s, family, config);
+    if (rc == 0 && !uses) {
+        config->sliding_window = 0;
+        memset(config->sliding, 0, sizeof config->sliding);
+    }
+    return rc;
+}
+
 static int read_pattern(const struct config_source *s, const struct config_family *family,
                         struct model_config *config)
 {
@@ -127,6 +141,8 @@ int config_read_window(const struct config_source *s, const struct config_family
         return read_qwen(s, family, config);
     case CONFIG_WINDOW_PATTERN:
         return read_pattern(s, family, config);
+    case CONFIG_WINDOW_SWITCH:
+        return read_switch(s, family, config);
     }
     return 0;
 }
@@ -144,6 +160,8 @@ int config_window_reads(const struct config_family *family, const char *key)
     case CONFIG_WINDOW_PATTERN:
         return strcmp(key, window_key) == 0 || strcmp(key, types_key) == 0 ||
                (family->window_pattern_key && strcmp(key, family->window_pattern_key) == 0);
+    case CONFIG_WINDOW_SWITCH:
+        return strcmp(key, window_key) == 0 || strcmp(key, "use_sliding_window") == 0;
     }
     return 0;
 }

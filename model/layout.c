@@ -9,6 +9,18 @@
 #include "procs/check.h"
 #include "procs/error.h"
 
+enum { PREFIX_BYTES = 96 }; /* of a name; two numbers of 20 digits fit */
+
+static uint64_t min_u64(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
+static uint64_t max_u64(uint64_t a, uint64_t b)
+{
+    return a > b ? a : b;
+}
+
 /* Names of tensors, per block or of the model, in the two schemes there are. */
 static const struct {
     const char *usual; /* model.layers.N.*, or the whole name */
@@ -28,6 +40,7 @@ static const struct {
     [MODEL_O_BIAS] = {"self_attn.o_proj.bias", "attn.c_proj.bias"},
     [MODEL_Q_NORM] = {"self_attn.q_norm.weight", NULL},
     [MODEL_K_NORM] = {"self_attn.k_norm.weight", NULL},
+    [MODEL_ROUTER] = {"mlp.gate.weight", NULL},
     [MODEL_GATE_UP] = {"mlp.gate_up_proj.weight", NULL},
     [MODEL_GATE] = {"mlp.gate_proj.weight", NULL},
     [MODEL_GATE_BIAS] = {"mlp.gate_proj.bias", NULL},
@@ -50,16 +63,49 @@ static const struct {
 
 static const char *const base_prefixes[] = {"model.", "transformer."};
 
-static const char *role_name(const struct model_config *c, enum model_role role)
+/* What layers hold which roles. */
+enum part { PART_MODEL, PART_BLOCK, PART_SPARSE_BLOCK, PART_EXPERT };
+
+/* Behind model.layers.N. or, of an expert, behind that and .experts.E. */
+static const char *expert_name(const struct model_config *c, enum model_role role)
 {
+    int mixtral = c->architecture == MODEL_MIXTRAL;
+    switch (role) {
+    case MODEL_GATE:
+        return mixtral ? "w1.weight" : "gate_proj.weight";
+    case MODEL_UP:
+        return mixtral ? "w3.weight" : "up_proj.weight";
+    default:
+        CHECK(role == MODEL_DOWN);
+        return mixtral ? "w2.weight" : "down_proj.weight";
+    }
+}
+
+static const char *role_name(const struct model_config *c, enum model_role role, enum part part)
+{
+    if (part == PART_EXPERT)
+        return expert_name(c, role);
+    if (role == MODEL_ROUTER && c->architecture == MODEL_MIXTRAL)
+        return "block_sparse_moe.gate.weight";
     if (role == MODEL_POST_NORM && c->post_norms)
         return "pre_feedforward_layernorm.weight";
     return c->architecture == MODEL_GPT2 ? names[role].gpt2 : names[role].usual;
 }
 
-/* Does the model have the tensor? What no option decides, every model has. */
-static int has_role(const struct model_config *c, enum model_role role)
+static int is_mlp(enum model_role role)
 {
+    return role >= MODEL_GATE_UP && role <= MODEL_DOWN_BIAS;
+}
+
+/* Does that part of the model have the tensor? What no option decides, every model has. */
+static int has_role(const struct model_config *c, enum model_role role, enum part part)
+{
+    if (part == PART_EXPERT)
+        return role == MODEL_GATE || role == MODEL_UP || role == MODEL_DOWN;
+    if (part == PART_SPARSE_BLOCK && is_mlp(role))
+        return 0;
+    if (role == MODEL_ROUTER)
+        return part == PART_SPARSE_BLOCK;
     const struct {
         enum model_role role;
         int has;
@@ -95,10 +141,11 @@ static int has_role(const struct model_config *c, enum model_role role)
     return 1;
 }
 
-static void tensor_set_shape(struct model_tensor *t, const struct model_config *c)
+static void tensor_set_shape(struct model_tensor *t, const struct model_config *c, enum part part)
 {
     uint64_t query = c->n_heads * c->head_dim, key = c->n_kv_heads * c->head_dim;
-    uint64_t hidden = c->hidden_size, inner = c->intermediate_size;
+    uint64_t hidden = c->hidden_size;
+    uint64_t inner = part == PART_EXPERT ? c->expert_size : c->intermediate_size;
     const struct {
         uint64_t rows, cols; /* cols 0: a vector */
     } shapes[MODEL_ROLES] = {
@@ -116,6 +163,7 @@ static void tensor_set_shape(struct model_tensor *t, const struct model_config *
         [MODEL_O_BIAS] = {hidden, 0},
         [MODEL_Q_NORM] = {c->head_dim, 0},
         [MODEL_K_NORM] = {c->head_dim, 0},
+        [MODEL_ROUTER] = {c->n_experts, hidden},
         [MODEL_GATE_UP] = {2 * inner, hidden},
         [MODEL_GATE] = {inner, hidden},
         [MODEL_GATE_BIAS] = {inner, 0},
@@ -142,14 +190,15 @@ static void tensor_set_shape(struct model_tensor *t, const struct model_config *
 }
 
 /* Appends a tensor to the layer under construction, the last one. */
-static struct model_tensor *layout_add_tensor(struct model_layout *layout, enum model_role role)
+static struct model_tensor *layout_add_tensor(struct model_layout *layout, enum model_role role,
+                                              enum part part)
 {
     struct model_layer *layer = &layout->layers[layout->n_layers - 1];
     struct model_tensor *tensor = &layout->tensors[layout->n_tensors++];
     tensor->role = role;
     tensor->layer = layout->n_layers - 1;
     tensor->offset = layer->elements;
-    tensor_set_shape(tensor, &layout->config);
+    tensor_set_shape(tensor, &layout->config, part);
     layer->n_tensors++;
     uint64_t mask = MODEL_BLOCK_ELEMENTS - 1;
     layer->elements += (tensor->elements + mask) & ~mask;
@@ -159,55 +208,101 @@ static struct model_tensor *layout_add_tensor(struct model_layout *layout, enum 
 
 static void layout_begin_layer(struct model_layout *layout, enum model_layer_kind kind)
 {
-    layout->layers[layout->n_layers++] =
-        (struct model_layer){.kind = kind, .first_tensor = layout->n_tensors};
+    layout->layers[layout->n_layers] = (struct model_layer){
+        .kind = kind, .first_tensor = layout->n_tensors, .group = layout->n_layers};
+    layout->n_layers++;
 }
 
-/* Those of the roles [from, to] that the model has; block: NULL, or the block's number in text. */
+/* It joins the group of the layer before it. */
+static void layout_begin_expert(struct model_layout *layout)
+{
+    const struct model_layer *before = &layout->layers[layout->n_layers - 1];
+    uint32_t group = before->group, block = before->block;
+    uint64_t start = before->start + before->elements;
+    layout_begin_layer(layout, LAYER_EXPERT);
+    struct model_layer *layer = &layout->layers[layout->n_layers - 1];
+    layer->group = group;
+    layer->block = block;
+    layer->start = start;
+    layout->layers[group].n_experts++;
+}
+
+/* Those of the roles [from, to] that the part has; their names begin with `prefix`. */
 static void layout_add_roles(struct model_layout *layout, enum model_role from, enum model_role to,
-                             const char *block)
+                             enum part part, const char *prefix)
 {
     const struct model_config *c = &layout->config;
-    const char *blocks = c->architecture == MODEL_GPT2 ? "transformer.h." : "model.layers.";
     for (int role = (int)from; role <= (int)to; role++) {
-        if (!has_role(c, (enum model_role)role))
+        if (!has_role(c, (enum model_role)role, part))
             continue;
-        struct model_tensor *tensor = layout_add_tensor(layout, (enum model_role)role);
-        const char *name = role_name(c, tensor->role);
+        struct model_tensor *tensor = layout_add_tensor(layout, (enum model_role)role, part);
+        const char *name = role_name(c, tensor->role, part);
         CHECK(name != NULL);
-        (void)snprintf(tensor->name, sizeof tensor->name, "%s%s%s%s", block ? blocks : "",
-                       block ? block : "", block ? "." : "", name); /* fits: 20 digits at most */
+        (void)snprintf(tensor->name, sizeof tensor->name, "%s%s", prefix, name);
     }
+}
+
+static void layout_add_experts(struct model_layout *layout, uint64_t block)
+{
+    const char *inside = layout->config.architecture == MODEL_MIXTRAL ? "block_sparse_moe" : "mlp";
+    for (uint64_t e = 0; e < layout->config.n_experts; e++) {
+        char prefix[PREFIX_BYTES];
+        (void)snprintf(prefix, sizeof prefix, "model.layers.%" PRIu64 ".%s.experts.%" PRIu64 ".",
+                       block, inside, e);
+        layout_begin_expert(layout);
+        layout_add_roles(layout, MODEL_QKV, MODEL_MLP_OUT_NORM, PART_EXPERT, prefix);
+    }
+}
+
+static void layout_add_block(struct model_layout *layout, uint64_t block)
+{
+    const struct model_config *c = &layout->config;
+    int sparse = model_config_is_sparse(c, block);
+    char prefix[PREFIX_BYTES];
+    (void)snprintf(prefix, sizeof prefix, "%s%" PRIu64 ".",
+                   c->architecture == MODEL_GPT2 ? "transformer.h." : "model.layers.", block);
+    layout->blocks[block] = layout->n_layers;
+    layout_begin_layer(layout, LAYER_BLOCK);
+    layout->layers[layout->n_layers - 1].block = (uint32_t)block;
+    layout_add_roles(layout, MODEL_QKV, MODEL_MLP_OUT_NORM, sparse ? PART_SPARSE_BLOCK : PART_BLOCK,
+                     prefix);
+    if (sparse)
+        layout_add_experts(layout, block);
 }
 
 static void layout_add_layers(struct model_layout *layout)
 {
     layout_begin_layer(layout, LAYER_EMBEDDING);
-    layout_add_roles(layout, MODEL_EMBED, MODEL_POSITIONS, NULL);
-    for (uint64_t b = 0; b < layout->config.n_layers; b++) {
-        char number[24];
-        (void)snprintf(number, sizeof number, "%" PRIu64, b);
-        layout_begin_layer(layout, LAYER_BLOCK);
-        layout_add_roles(layout, MODEL_QKV, MODEL_MLP_OUT_NORM, number);
-    }
+    layout_add_roles(layout, MODEL_EMBED, MODEL_POSITIONS, PART_MODEL, "");
+    for (uint64_t block = 0; block < layout->config.n_layers; block++)
+        layout_add_block(layout, block);
     layout_begin_layer(layout, LAYER_HEAD);
-    layout_add_roles(layout, MODEL_FINAL_NORM, MODEL_HEAD, NULL);
+    layout_add_roles(layout, MODEL_FINAL_NORM, MODEL_HEAD, PART_MODEL, "");
+    for (uint32_t l = 0; l < layout->n_layers; l += layout->layers[l].n_experts + 1)
+        layout->group_elements_max =
+            max_u64(layout->group_elements_max, model_group_elements(layout, l));
+}
+
+static uint64_t count_roles(const struct model_config *c, enum model_role from, enum model_role to,
+                            enum part part)
+{
+    uint64_t n = 0;
+    for (int role = (int)from; role <= (int)to; role++)
+        n += (uint64_t)has_role(c, (enum model_role)role, part);
+    CHECK(n <= MODEL_LAYER_TENSORS_MAX);
+    return n;
 }
 
 /* The tensors that layout_add_layers() will add. */
 static uint64_t layout_count_tensors(const struct model_config *c)
 {
-    uint64_t per_block = 0, others = 0;
-    for (int role = 0; role < MODEL_ROLES; role++) {
-        if (!has_role(c, (enum model_role)role))
-            continue;
-        if (role >= MODEL_QKV && role <= MODEL_MLP_OUT_NORM)
-            per_block++;
-        else
-            others++;
-    }
-    CHECK(per_block <= MODEL_LAYER_TENSORS_MAX);
-    return c->n_layers * per_block + others;
+    uint64_t n_sparse = model_config_n_sparse(c);
+    uint64_t block = count_roles(c, MODEL_QKV, MODEL_MLP_OUT_NORM, PART_BLOCK);
+    uint64_t sparse = count_roles(c, MODEL_QKV, MODEL_MLP_OUT_NORM, PART_SPARSE_BLOCK);
+    uint64_t expert = count_roles(c, MODEL_QKV, MODEL_MLP_OUT_NORM, PART_EXPERT);
+    return count_roles(c, MODEL_EMBED, MODEL_POSITIONS, PART_MODEL) +
+           (c->n_layers - n_sparse) * block + n_sparse * (sparse + c->n_experts * expert) +
+           count_roles(c, MODEL_FINAL_NORM, MODEL_HEAD, PART_MODEL);
 }
 
 /* Numbers the pages of each layer. */
@@ -269,13 +364,15 @@ static void layout_sort_names(struct model_layout *layout)
 
 static int layout_build(struct model_layout *layout)
 {
-    uint64_t n_layers = layout->config.n_layers + 2;
-    uint64_t n_tensors = layout_count_tensors(&layout->config);
+    const struct model_config *c = &layout->config;
+    uint64_t n_layers = c->n_layers + 2 + model_config_n_sparse(c) * c->n_experts;
+    uint64_t n_tensors = layout_count_tensors(c);
     CHECK(n_tensors <= UINT32_MAX); /* model_config_load() bounds n_layers far below */
     layout->layers = calloc(n_layers, sizeof *layout->layers);
+    layout->blocks = calloc(c->n_layers, sizeof *layout->blocks);
     layout->tensors = calloc(n_tensors, sizeof *layout->tensors);
     layout->tensors_by_name = calloc(n_tensors, sizeof *layout->tensors_by_name);
-    if (!layout->layers || !layout->tensors || !layout->tensors_by_name)
+    if (!layout->layers || !layout->blocks || !layout->tensors || !layout->tensors_by_name)
         return error_set(ERROR_FAILED, "no memory for the tables of %" PRIu64 " layers", n_layers);
     layout_add_layers(layout);
     layout_sort_names(layout);
@@ -302,6 +399,7 @@ int model_layout_init(struct model_layout *layout, const struct model_config *co
 void model_layout_destroy(struct model_layout *layout)
 {
     free(layout->layers);
+    free(layout->blocks);
     free(layout->tensors);
     free(layout->tensors_by_name);
     free(layout->pages);
@@ -386,16 +484,6 @@ const char *model_tensor_base_name(const struct model_tensor *tensor)
             return tensor->name + n;
     }
     return NULL;
-}
-
-static uint64_t min_u64(uint64_t a, uint64_t b)
-{
-    return a < b ? a : b;
-}
-
-static uint64_t max_u64(uint64_t a, uint64_t b)
-{
-    return a > b ? a : b;
 }
 
 uint32_t model_page_parts(const struct model_layout *layout, const struct model_page *page,

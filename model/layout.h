@@ -12,9 +12,13 @@
  * A tensor may cross pages; a page never crosses layers. Page size changes which page an element is
  * in and nothing else: offsets in the layer, 4096-blocks and tensors are the same for all of them.
  *
- * Layer 0 is the embedding, 1..n are the blocks, n+1 is the head (final norm, and lm_head unless
- * it is tied to the embedding: then its visits name the embedding's pages).
- * Within a block the tensors are, as far as the model has them, in the order of enum model_role.
+ * Layer 0 is the embedding; then come the blocks, a sparse one followed by a layer for each of its
+ * experts; the last is the head (final norm, and lm_head unless it is tied to the embedding: then
+ * its visits name the embedding's pages). So no two experts share a page.
+ * Within a layer the tensors are, as far as the model has them, in the order of enum model_role.
+ *
+ * A block and its experts are a group: computed and differentiated together, their vectors one
+ * after the other in one buffer. Any other layer is a group of its own.
  */
 #ifndef MODEL_LAYOUT_H
 #define MODEL_LAYOUT_H
@@ -35,7 +39,7 @@ enum {
 /*
  * What a tensor is for. Shapes are those of torch.nn.Linear, (out, in); with config.transposed the
  * matrices of blocks are (in, out). Q = n_heads * head_dim, K = n_kv_heads * head_dim, C =
- * hidden_size, F = intermediate_size.
+ * hidden_size, F = intermediate_size or, in an expert, expert_size.
  */
 enum model_role {
     MODEL_EMBED,              /* (vocab_size, C) */
@@ -52,6 +56,7 @@ enum model_role {
     MODEL_O_BIAS,             /* (C) */
     MODEL_Q_NORM,             /* (head_dim) */
     MODEL_K_NORM,             /* (head_dim) */
+    MODEL_ROUTER,             /* (n_experts, C) */
     MODEL_GATE_UP,            /* (2 F, C): the rows of gate, then of up */
     MODEL_GATE,               /* (F, C) */
     MODEL_GATE_BIAS,          /* (F) */
@@ -83,7 +88,7 @@ struct model_tensor {
     enum model_role role;
 };
 
-enum model_layer_kind { LAYER_EMBEDDING, LAYER_BLOCK, LAYER_HEAD };
+enum model_layer_kind { LAYER_EMBEDDING, LAYER_BLOCK, LAYER_EXPERT, LAYER_HEAD };
 
 struct model_layer {
     enum model_layer_kind kind;
@@ -92,6 +97,10 @@ struct model_layer {
     uint64_t elements;   /* with padding, a multiple of 4096 */
     uint64_t first_page; /* index in layout.pages */
     uint32_t n_pages;
+    uint32_t group;     /* the first layer of its group: the block of an expert, else itself */
+    uint32_t n_experts; /* layers of experts that follow in the group; of a block only */
+    uint32_t block;     /* BLOCK, EXPERT: number of the block, from 0 */
+    uint64_t start;     /* elements from the start of the group */
 };
 
 struct model_page {
@@ -104,15 +113,17 @@ struct model_page {
 struct model_layout {
     struct model_config config;
     uint64_t page_elements;
-    uint32_t n_layers; /* config.n_layers + 2 */
+    uint32_t n_layers; /* config.n_layers + 2 + experts */
     uint32_t n_tensors;
     uint64_t n_pages;
     struct model_layer *layers;
     struct model_tensor *tensors; /* in (layer, offset) order: the order of the weights hash */
     struct model_page *pages;     /* in (layer, index) order: the order of the state hash */
+    uint32_t *blocks;             /* [config.n_layers]: the layer of each block */
     uint32_t *tensors_by_name;    /* for model_layout_find() only */
     uint64_t parameters;          /* real ones */
     uint64_t elements;            /* with padding */
+    uint64_t group_elements_max;  /* of the largest group */
 };
 
 /*
@@ -123,6 +134,18 @@ struct model_layout {
 int model_layout_init(struct model_layout *layout, const struct model_config *config,
                       uint64_t page_elements);
 void model_layout_destroy(struct model_layout *layout);
+
+/* Elements and pages of the group that begins with `layer`. Its pages are consecutive. */
+static inline uint64_t model_group_elements(const struct model_layout *layout, uint32_t layer)
+{
+    const struct model_layer *last = &layout->layers[layer + layout->layers[layer].n_experts];
+    return last->start + last->elements;
+}
+static inline uint64_t model_group_pages(const struct model_layout *layout, uint32_t layer)
+{
+    const struct model_layer *last = &layout->layers[layer + layout->layers[layer].n_experts];
+    return last->first_page + last->n_pages - layout->layers[layer].first_page;
+}
 
 /* By Hugging Face name; NULL when the model has no such tensor. */
 const struct model_tensor *model_layout_find(const struct model_layout *layout, const char *name);

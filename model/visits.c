@@ -36,6 +36,14 @@ static void count_pages(struct visits *visits, const struct model_layout *layout
         visits->n_pages += visit_n_pages(layout, &visits->visits[i]);
 }
 
+static struct visit *add_block(struct visits *visits, const struct model_layout *layout,
+                               enum visit_kind kind, uint32_t block)
+{
+    struct visit *visit = visits_add(visits, kind, layout->blocks[block - 1]);
+    visit->block = block;
+    return visit;
+}
+
 static enum visit_keeps forward_keeps(uint32_t block, uint32_t checkpoint_every)
 {
     if (checkpoint_every == VISITS_CHECKPOINT_NONE)
@@ -44,32 +52,33 @@ static enum visit_keeps forward_keeps(uint32_t block, uint32_t checkpoint_every)
 }
 
 /* Blocks first..last, one group: forward again unless what backward needs is there, then back. */
-static void add_backward_group(struct visits *visits, uint32_t first, uint32_t last,
-                               uint32_t checkpoint_every)
+static void add_backward_group(struct visits *visits, const struct model_layout *layout,
+                               uint32_t first, uint32_t last, uint32_t checkpoint_every)
 {
     if (checkpoint_every > VISITS_CHECKPOINT_FULL)
         for (uint32_t block = first; block <= last; block++)
-            visits_add(visits, VISIT_REFORWARD, block)->keeps = VISIT_KEEPS_ALL;
+            add_block(visits, layout, VISIT_REFORWARD, block)->keeps = VISIT_KEEPS_ALL;
     for (uint32_t block = last; block >= first; block--)
-        visits_add(visits, VISIT_BACKWARD, block)->publishes = 1;
+        add_block(visits, layout, VISIT_BACKWARD, block)->publishes = 1;
 }
 
 int visits_init(struct visits *visits, const struct model_layout *layout, uint32_t checkpoint_every)
 {
-    uint32_t n_blocks = layout->n_layers - 2;
+    uint32_t n_blocks = (uint32_t)layout->config.n_layers;
     int rc = visits_allocate(visits, 3 * (uint64_t)n_blocks + 3);
     if (rc < 0)
         return rc;
     visits_add(visits, VISIT_FORWARD, 0);
     for (uint32_t block = 1; block <= n_blocks; block++)
-        visits_add(visits, VISIT_FORWARD, block)->keeps = forward_keeps(block, checkpoint_every);
+        add_block(visits, layout, VISIT_FORWARD, block)->keeps =
+            forward_keeps(block, checkpoint_every);
     add_head(visits, layout);
     visits->visits[visits->n_visits - 1].publishes = 1;
 
     uint32_t group = checkpoint_every == VISITS_CHECKPOINT_NONE ? n_blocks : checkpoint_every;
     for (uint32_t last = n_blocks; last >= 1;) {
         uint32_t first = last - (last - 1) % group;
-        add_backward_group(visits, first, last, checkpoint_every);
+        add_backward_group(visits, layout, first, last, checkpoint_every);
         last = first - 1;
     }
     struct visit *embedding = visits_add(visits, VISIT_EMBEDDING_BACKWARD, 0);
@@ -81,11 +90,13 @@ int visits_init(struct visits *visits, const struct model_layout *layout, uint32
 
 int visits_forward_only(struct visits *visits, const struct model_layout *layout)
 {
-    int rc = visits_allocate(visits, layout->n_layers);
+    uint32_t n_blocks = (uint32_t)layout->config.n_layers;
+    int rc = visits_allocate(visits, (uint64_t)n_blocks + 2);
     if (rc < 0)
         return rc;
-    for (uint32_t layer = 0; layer < layout->n_layers - 1; layer++)
-        visits_add(visits, VISIT_FORWARD, layer);
+    visits_add(visits, VISIT_FORWARD, 0);
+    for (uint32_t block = 1; block <= n_blocks; block++)
+        add_block(visits, layout, VISIT_FORWARD, block);
     add_head(visits, layout);
     count_pages(visits, layout);
     return 0;
@@ -101,17 +112,17 @@ uint64_t visit_n_pages(const struct model_layout *layout, const struct visit *vi
 {
     uint64_t n = 0;
     for (uint32_t i = 0; i < visit->n_sources; i++)
-        n += layout->layers[visit->sources[i]].n_pages;
+        n += model_group_pages(layout, visit->sources[i]);
     return n;
 }
 
 uint64_t visit_page(const struct model_layout *layout, const struct visit *visit, uint64_t k)
 {
     for (uint32_t i = 0; i < visit->n_sources; i++) {
-        const struct model_layer *layer = &layout->layers[visit->sources[i]];
-        if (k < layer->n_pages)
-            return layer->first_page + k;
-        k -= layer->n_pages;
+        uint64_t n = model_group_pages(layout, visit->sources[i]);
+        if (k < n)
+            return layout->layers[visit->sources[i]].first_page + k;
+        k -= n;
     }
     CHECK(!"k is a page of the visit");
     return 0;

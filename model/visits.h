@@ -38,9 +38,11 @@ enum visit_keeps {
 struct visit {
     enum visit_kind kind;
     uint32_t layer;
-    uint32_t n_sources;  /* 0..2 */
-    uint32_t sources[2]; /* layers whose pages are lent, in this order */
-    uint32_t publishes;  /* 1: the layer's gradient pages leave after this visit */
+    uint32_t block;     /* blocks: 1..n; else 0 */
+    uint32_t n_sources; /* 0..2 */
+    uint32_t
+        sources[2]; /* layers whose pages, and those of their experts, are lent, in this order */
+    uint32_t publishes; /* 1: the gradient pages of layer and experts leave after this visit */
     enum visit_keeps keeps;
 };
 

@@ -80,6 +80,13 @@ static void load_layer(struct program *p, uint32_t layer, compute_t *to)
     }
 }
 
+/* A block and its experts. */
+static void load_group(struct program *p, uint32_t layer, compute_t *to)
+{
+    for (uint32_t l = layer; l <= layer + p->layout.layers[layer].n_experts; l++)
+        load_layer(p, l, device_at(p->device, to, p->layout.layers[l].start));
+}
+
 static compute_t *allocate(struct program *p, uint64_t elements)
 {
     compute_t *out = p->device->ops->alloc(p->device, elements * p->device->compute_bytes);
@@ -100,15 +107,11 @@ static void open_model(struct program *p, const char *folder)
 
 static void prepare(struct program *p)
 {
-    uint64_t largest = 0;
-    for (uint32_t l = 0; l < p->layout.n_layers; l++)
-        if (p->layout.layers[l].elements > largest)
-            largest = p->layout.layers[l].elements;
     must(layers_init(
         &p->layers, p->device, &p->layout,
         &(struct layers_shape){.microbatch_size = 1, .seq_len = p->n, .forward_only = 1}));
     p->embedding = allocate(p, p->layout.layers[0].elements);
-    p->layer = allocate(p, largest);
+    p->layer = allocate(p, p->layout.group_elements_max);
     p->x = allocate(p, p->n * p->layout.config.hidden_size);
 }
 
@@ -126,12 +129,16 @@ static struct layers_head head_of(const struct program *p)
 
 static void compute(struct program *p, float *logits)
 {
-    struct layers_batch batch = {p->tokens, p->zeros, p->position, p->zeros};
+    struct layers_batch batch = {.tokens = p->tokens,
+                                 .labels = p->zeros,
+                                 .position = p->position,
+                                 .document_start = p->zeros};
     uint32_t last = p->layout.n_layers - 1;
     load_layer(p, 0, p->embedding);
     layers_embedding_forward(p->layers, p->embedding, &batch, p->x);
-    for (uint32_t l = 1; l < last; l++) {
-        load_layer(p, l, p->layer);
+    for (uint64_t b = 0; b < p->layout.config.n_layers; b++) {
+        uint32_t l = p->layout.blocks[b];
+        load_group(p, l, p->layer);
         layers_block_forward(p->layers, l, p->layer, &batch, p->x, p->x, LAYERS_NO_SLOT);
     }
     load_layer(p, last, p->layer);

@@ -144,7 +144,13 @@ static inline void fixture_build(struct fixture *f)
     f->weights = fixture_memory(f->layout.n_layers * sizeof *f->weights);
     f->gradients = fixture_memory(f->layout.n_layers * sizeof *f->gradients);
     for (uint32_t l = 0; l < f->layout.n_layers; l++) {
-        uint64_t elements = f->layout.layers[l].elements;
+        const struct model_layer *layer = &f->layout.layers[l];
+        if (layer->group != l) { /* an expert lies behind its block */
+            f->weights[l] = device_at(f->device, f->weights[layer->group], layer->start);
+            f->gradients[l] = f->gradients[layer->group] + layer->start;
+            continue;
+        }
+        uint64_t elements = model_group_elements(&f->layout, l);
         f->weights[l] = f->device->ops->alloc(f->device, elements * f->device->compute_bytes);
         f->gradients[l] = f->device->ops->alloc(f->device, elements * sizeof(float));
         assert_non_null(f->weights[l]);
@@ -236,7 +242,7 @@ static inline void fixture_open_random(struct fixture *f, const char *json, uint
 
 static inline void fixture_close(struct fixture *f)
 {
-    for (uint32_t l = 0; l < f->layout.n_layers; l++) {
+    for (uint32_t l = 0; l < f->layout.n_layers; l += f->layout.layers[l].n_experts + 1) {
         f->device->ops->free(f->device, f->weights[l]);
         f->device->ops->free(f->device, f->gradients[l]);
     }
@@ -257,8 +263,10 @@ static inline struct layers_batch fixture_batch(const struct fixture *f, uint64_
 {
     const struct fixture_step *step = &f->step;
     uint64_t at = microbatch * (step->rows / f->options.microbatches) * step->seq_len;
-    return (struct layers_batch){step->tokens + at, step->labels + at, step->position + at,
-                                 step->document_start + at};
+    return (struct layers_batch){.tokens = step->tokens + at,
+                                 .labels = step->labels + at,
+                                 .position = step->position + at,
+                                 .document_start = step->document_start + at};
 }
 
 static inline struct layers_head fixture_head(const struct fixture *f)
@@ -282,7 +290,14 @@ static inline struct layers_head fixture_head(const struct fixture *f)
 static inline void fixture_run(struct fixture *f)
 {
     uint64_t n = f->options.microbatches, blocks = f->layout.config.n_layers, labelled = 0;
-    uint64_t bytes = layers_activation_bytes(f->layers);
+    uint64_t bytes = layers_activation_bytes(f->layers), experts = f->layout.config.n_experts;
+    const uint32_t *at = f->layout.blocks;
+    double coefficient = f->layout.config.router_aux_loss, *balance = NULL;
+    float *slope = NULL;
+    if (coefficient > 0) { /* on the CPU device, memory is memory */
+        balance = fixture_memory(n * 2 * experts * sizeof *balance);
+        slope = fixture_memory(n * experts * sizeof *slope);
+    }
     compute_t **x =
         fixture_memory((blocks + 1) * n * sizeof *x); /* x[l * n + m]: input of block l */
     for (uint64_t i = 0; i < (blocks + 1) * n; i++)
@@ -296,20 +311,25 @@ static inline void fixture_run(struct fixture *f)
     struct layers_head head = fixture_head(f);
     for (uint64_t m = 0; m < n; m++) {
         struct layers_batch batch = fixture_batch(f, m);
+        batch.balance = balance ? balance + m * 2 * experts : NULL;
         layers_embedding_forward(f->layers, f->weights[0], &batch, x[m]);
         for (uint64_t l = 0; l < blocks; l++)
             layers_block_forward(
-                f->layers, l + 1, f->weights[l + 1], &batch, x[l * n + m], x[(l + 1) * n + m],
+                f->layers, at[l], f->weights[at[l]], &batch, x[l * n + m], x[(l + 1) * n + m],
                 f->options.keep == FIXTURE_SAVED ? (int64_t)(l * n + m) : LAYERS_NO_SLOT);
         double loss;
         compute_t *dx = x[blocks * n + m];
         layers_head(f->layers, &head, &batch, dx, 1.0 / (double)labelled, dx, &loss);
         f->loss += loss / (double)labelled;
+        if (balance)
+            f->loss += layers_balance_loss(f->layers, batch.balance, coefficient / (double)n,
+                                           slope + m * experts);
     }
     for (uint64_t l = blocks; l-- > 0;)
         for (uint64_t m = 0; m < n; m++) {
             struct layers_batch batch = fixture_batch(f, m);
-            layers_block_backward(f->layers, l + 1, f->weights[l + 1], f->gradients[l + 1], &batch,
+            batch.balance_slope = slope ? slope + m * experts : NULL;
+            layers_block_backward(f->layers, at[l], f->weights[at[l]], f->gradients[at[l]], &batch,
                                   x[l * n + m], x[blocks * n + m],
                                   f->options.keep == FIXTURE_SAVED ? (int64_t)(l * n + m)
                                                                    : LAYERS_NO_SLOT);
@@ -321,6 +341,8 @@ static inline void fixture_run(struct fixture *f)
     for (uint64_t i = 0; i < (blocks + 1) * n; i++)
         f->device->ops->free(f->device, x[i]);
     free(x);
+    free(balance);
+    free(slope);
 }
 
 /* The gradient of a tensor (on the CPU device, memory is memory). */

@@ -88,6 +88,7 @@ void sim_stand_configure(uint64_t seed)
         .eval_interval = (r >> 36) % 4 == 0 ? 2 : 0,
         .frame_hashes = (r >> 48) % 2,
     };
+    config.experts = (r >> 56) % 4 == 0 ? 2 : 0;
     config.durability = config.slots == 3 && (r >> 50) % 3 == 0 ? 2 + (r >> 52) % 2 : 1;
     config.microbatch_frames = 1 + (r >> 40) % config.microbatches;
     for (uint64_t s = 1; s <= config.steps; s++)
@@ -101,6 +102,10 @@ void sim_stand_configure(uint64_t seed)
                              .n_kv_heads = 1,
                              .head_dim = HIDDEN,
                              .max_position = 64,
+                             .n_experts = config.experts,
+                             .experts_per_token = 1,
+                             .expert_size = HIDDEN,
+                             .sparse = {config.experts ? 1 : 0}, /* the first block */
                              .tie_word_embeddings = config.tied,
                              .bos_token_id = -1,
                              .pad_token_id = -1};
@@ -522,7 +527,7 @@ static void set(compute_t *x, uint64_t h)
 
 static uint64_t weights_hash(const compute_t *weights, uint32_t layer)
 {
-    return sim_hash(layer, XXH3_64bits(weights, sim_layout.layers[layer].elements * 4));
+    return sim_hash(layer, XXH3_64bits(weights, model_group_elements(&sim_layout, layer) * 4));
 }
 
 static uint64_t batch_hash(const struct layers_batch *batch)
@@ -597,8 +602,18 @@ void layers_block_backward(struct layers *l, uint64_t layer, const compute_t *we
     (void)slot;
     move_copies(l->device);
     uint64_t h = sim_hash(sim_hash(get(dx), get(x_in)), weights_hash(weights, (uint32_t)layer));
-    accumulate(gradients, sim_layout.layers[layer].elements, h);
+    accumulate(gradients, model_group_elements(&sim_layout, (uint32_t)layer), h);
     set(dx, h);
+}
+
+double layers_balance_loss(struct layers *l, const double *balance, double coefficient,
+                           float *slope)
+{
+    (void)l;
+    (void)balance;
+    (void)coefficient;
+    (void)slope;
+    return 0.0; /* no model here has such a loss */
 }
 
 void layers_embedding_backward(struct layers *l, float *gradients, const struct layers_batch *batch,

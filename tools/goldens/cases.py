@@ -142,6 +142,14 @@ def gemma3_config(**keys):
     return family_config("Gemma3ForCausalLM", "gemma3_text", **keys)
 
 
+def mixtral_config(**keys):
+    return family_config("MixtralForCausalLM", "mixtral", **{"router_jitter_noise": 0.0} | keys)
+
+
+def qwen3_moe_config(**keys):
+    return family_config("Qwen3MoeForCausalLM", "qwen3_moe", **keys)
+
+
 def gpt2_config(**keys):
     return family_config("GPT2LMHeadModel", "gpt2", **keys)
 
@@ -206,6 +214,24 @@ FAMILY_CASES = [
         n_embd=24, n_layer=2, n_head=4, n_inner=37, tie_word_embeddings=True), eps=1e-5),
     family_case("gpt2_untied_unpacked", 315, gpt2_config(
         n_embd=30, n_layer=2, n_head=3, n_inner=None, tie_word_embeddings=False), eps=1e-5),
+    # an expert that never gets a token; with load balancing; blocks without experts among those with; more experts
+    # than tokens, so that most have none in one step and some in another
+    family_case("mixtral_untied_packed", 316, mixtral_config(
+        **NARROW, num_local_experts=5, num_experts_per_tok=2, rope_theta=10000.0, sliding_window=7,
+        tie_word_embeddings=False), starved=True, eps=1e-5),
+    family_case("mixtral_tied_unpacked", 317, mixtral_config(
+        **NARROW, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.05,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0}, sliding_window=None, tie_word_embeddings=True)),
+    family_case("qwen3moe_untied_packed", 318, qwen3_moe_config(
+        **NARROW | {"num_hidden_layers": 3}, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=19,
+        norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[1], output_router_logits=True,
+        router_aux_loss_coef=0.03, rope_theta=10000.0, use_sliding_window=True, sliding_window=6, attention_bias=True,
+        tie_word_embeddings=False)),
+    family_case("qwen3moe_tied_unpacked", 319, qwen3_moe_config(
+        **NARROW, num_local_experts=12, num_experts_per_tok=2, moe_intermediate_size=13, norm_topk_prob=False,
+        decoder_sparse_step=2, mlp_only_layers=[], output_router_logits=False, router_aux_loss_coef=0.5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, use_sliding_window=False, sliding_window=None,
+        tie_word_embeddings=True), batch=1, seq_len=13),
 ]
 
 
@@ -314,6 +340,25 @@ PIPELINE_CASES = [PIPELINE_DEFAULTS | case for case in (
         "scheduler": {"type": "cosine", "warmup_steps": 3, "min_lr_ratio": 0.1}, "eps": 1e-5,
         "config": gpt2_config(n_embd=24, n_layer=2, n_head=4, n_inner=37, tie_word_embeddings=True),
     },
+    {
+        # experts of microbatches without a token, and load balancing over each microbatch
+        "name": "pipeline_mixtral_untied_packed", "seed": 216, "data": "nanogpt", "packing": True,
+        "train": [397, 251], "validation": [223], "eval_sequences": 5,
+        "seq_len": 24, "micro_batch_size": 1, "gradient_accumulation_steps": 3, "max_grad_norm": 3.0,
+        "scheduler": {"type": "cosine", "warmup_steps": 3, "min_lr_ratio": 0.1},
+        "config": mixtral_config(**NARROW, num_local_experts=6, num_experts_per_tok=2, output_router_logits=True,
+                                 router_aux_loss_coef=0.1, rope_theta=10000.0, sliding_window=6,
+                                 tie_word_embeddings=False),
+    },
+    {
+        "name": "pipeline_qwen3moe_tied_packed", "seed": 217, "data": "llmc32", "packing": True,
+        "train": [811], "validation": [150], "eval_sequences": 64,
+        "seq_len": 26, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 1.8,
+        "scheduler": {"type": "linear", "warmup_steps": 2, "min_lr_ratio": 0.2},
+        "config": qwen3_moe_config(**NARROW, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=21,
+                                   norm_topk_prob=True, mlp_only_layers=[0], rope_theta=10000.0,
+                                   tie_word_embeddings=True, pad_token_id=2),
+    },
 )]
 
 
@@ -350,15 +395,25 @@ FAMILY_BFLOAT16 = {
                             sliding_window_pattern=2, query_pre_attn_scalar=14, tie_word_embeddings=True),
     "gpt2": gpt2_config(**SMALLER, n_positions=32, n_embd=24, n_layer=1, n_head=4, n_inner=37,
                         tie_word_embeddings=True),
+    "mixtral": mixtral_config(**NARROW | SMALLER, num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2,
+                              rope_theta=10000.0, tie_word_embeddings=False),
+    "qwen3moe": qwen3_moe_config(**NARROW | SMALLER, num_hidden_layers=1, num_experts=4, num_experts_per_tok=2,
+                                 moe_intermediate_size=21, norm_topk_prob=True, rope_theta=10000.0,
+                                 tie_word_embeddings=False),
 }
+
+
+# Rounding sends every token where float64 sends it; make_goldens.py looks after that.
+ROUTED_SEEDS = {"mixtral": [604, 601, 607, 603], "qwen3moe": [601, 600, 602, 603]}
 
 
 def family_bfloat16_case(family, index):
     """As bfloat16_case(), of another family; fewer models, since what is not in a Llama is little."""
     return {
         "name": f"bf16_{family}_{index}",
-        "seed": 400 + 16 * list(FAMILY_BFLOAT16).index(family) + index,
-        "batch": 3,
+        "seed": (ROUTED_SEEDS[family][index] if family in ROUTED_SEEDS
+                 else 400 + 16 * list(FAMILY_BFLOAT16).index(family) + index),
+        "batch": 2 if family in ROUTED_SEEDS else 3,
         "seq_len": 29,
         "packed": index % 2 == 1,
         "max_grad_norm": 1.0,
@@ -378,7 +433,20 @@ def weights(case):
         return (centre + std * rng.standard_normal(size)).astype(numpy.float32)
 
     family = gpt2_weights if c["model_type"] == "gpt2" else usual_weights
-    return family(c, case["embedding_std"], normal, vector)
+    out = family(c, case["embedding_std"], normal, vector)
+    for name, router in out.items():
+        if case.get("starved") and name.endswith("block_sparse_moe.gate.weight"):
+            # v, -v, u, -u, 0: two of the first four are always above the last
+            router[1], router[3], router[4] = -router[0], -router[2], 0
+    return out
+
+
+def has_experts(c, layer):
+    """Blocks of Mixtral and Qwen3-MoE that have a router."""
+    if c["model_type"] == "mixtral":
+        return True
+    return (c["model_type"] == "qwen3_moe" and layer not in c.get("mlp_only_layers", [])
+            and (layer + 1) % c.get("decoder_sparse_step", 1) == 0)
 
 
 def gpt2_weights(c, embedding_std, normal, vector):
@@ -433,9 +501,19 @@ def usual_weights(c, embedding_std, normal, vector):
             linear(at + "k_proj", kv, hidden, 1.2 * hidden**-0.5, qkv_bias)
             linear(at + "v_proj", kv, hidden, hidden**-0.5, qkv_bias)
         linear(at + "o_proj", hidden, q, 0.5 * q**-0.5, attention_bias)
-        if kind in ("qwen3", "gemma3_text"):
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             norm(at + "q_norm", head)
             norm(at + "k_norm", head)
+
+    def experts(at):
+        gate, up, down = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        size = c.get("moe_intermediate_size", inter)
+        count = c.get("num_local_experts") or c.get("num_experts")
+        linear(at + "gate", count, hidden, 1.5 * hidden**-0.5, False)
+        for e in range(count):
+            linear(f"{at}experts.{e}.{gate}", size, hidden, 1.2 * hidden**-0.5, False)
+            linear(f"{at}experts.{e}.{up}", size, hidden, hidden**-0.5, False)
+            linear(f"{at}experts.{e}.{down}", hidden, size, 1.4 * size**-0.5, False)
 
     def mlp(at):
         if kind == "phi3":
@@ -454,7 +532,10 @@ def usual_weights(c, embedding_std, normal, vector):
         norm(at + "post_attention_layernorm")
         if gemma:
             norm(at + "pre_feedforward_layernorm")
-        mlp(at + "mlp.")
+        if has_experts(c, layer):
+            experts(at + ("block_sparse_moe." if kind == "mixtral" else "mlp."))
+        else:
+            mlp(at + "mlp.")
         if gemma:
             norm(at + "post_feedforward_layernorm")
     norm("model.norm")

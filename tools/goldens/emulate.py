@@ -18,6 +18,7 @@ import math
 import torch
 from torch.nn import functional
 
+import cases
 import oracle
 
 
@@ -72,7 +73,13 @@ class Options:
         self.kv_heads = c.get("num_key_value_heads") or self.heads
         self.head_dim = c.get("head_dim") or self.hidden // self.heads
         self.eps = c["layer_norm_epsilon"] if self.gpt2 else c["rms_norm_eps"]
-        self.qk_norm = kind in ("qwen3", "gemma3_text")
+        self.qk_norm = kind in ("qwen3", "qwen3_moe", "gemma3_text")
+        self.mixtral = kind == "mixtral"
+        self.sparse = [cases.has_experts(c, i) for i in range(self.layers)]
+        self.experts = c.get("num_local_experts") or c.get("num_experts")
+        self.per_token = c.get("num_experts_per_tok")
+        self.norm_topk = self.mixtral or c.get("norm_topk_prob", False)
+        self.balance = c.get("router_aux_loss_coef", 0.001) if c.get("output_router_logits") else 0.0
         self.scaling = (c["query_pre_attn_scalar"] if self.gemma else self.head_dim) ** -0.5
         self.attention_cap = c.get("attn_logit_softcapping") if kind == "gemma2" else None
         self.final_cap = c.get("final_logit_softcapping") if self.gemma else None
@@ -93,8 +100,10 @@ def slides_of(c, kind, layers):
         return [t == "sliding_attention" for t in c["layer_types"]]
     if kind in ("qwen2", "qwen3"):
         return [bool(c.get("use_sliding_window")) and i >= c.get("max_window_layers", 28) for i in range(layers)]
-    if kind in ("mistral", "phi3"):
+    if kind in ("mistral", "mixtral", "phi3"):
         return [c.get("sliding_window") is not None] * layers
+    if kind == "qwen3_moe":
+        return [bool(c.get("use_sliding_window")) and c.get("sliding_window") is not None] * layers
     pattern = {"gemma2": 2, "gemma3_text": c.get("sliding_window_pattern", 6)}.get(kind)
     return [bool(pattern) and (i + 1) % pattern != 0 for i in range(layers)]
 
@@ -192,14 +201,55 @@ class Model:
             gate, up = self.linear(x, at + "mlp.gate_proj"), self.linear(x, at + "mlp.up_proj")
         return self.linear(self.r(self.g(self.activation(gate)) * self.g(up)), at + "mlp.down_proj")
 
-    def block(self, h, at, rotation, blocked):
+    def experts(self, x, at):
+        """x (B, T, C). Each expert of each token on its own; the library's order of sums is that of the experts."""
+        o, shape = self.o, x.shape
+        x = x.reshape(-1, shape[-1])
+        logits = self.linear(x, at + "gate")
+        p = functional.softmax(self.g(logits), -1)  # float32 in the library, whatever the dtype
+        self.routed.append(p)
+        weights, chosen = torch.topk(p, o.per_token, dim=-1)
+        if o.norm_topk:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if not o.mixtral:
+            weights = self.r(weights)
+        gate, up, down = ("w1", "w3", "w2") if o.mixtral else ("gate_proj", "up_proj", "down_proj")
+        mixed = torch.zeros_like(x)
+        for e in range(o.experts):
+            rows, place = torch.where(chosen == e)
+            if not len(rows):
+                continue
+            w = {n: self.weights[f"{at}experts.{e}.{n}.weight"] for n in (gate, up, down)}
+            both = self.r(self.g(self.g(x)[rows]) @ torch.cat((w[gate], w[up])).T)
+            left, right = both.chunk(2, -1)
+            y = self.r(self.g(self.r(self.g(self.activation(left)) * self.g(right))) @ w[down].T)
+            weight = weights[rows, place, None]
+            mixed = self.r(mixed.index_add(0, rows, self.r(self.g(y) * (weight if o.mixtral else self.g(weight)))))
+        return mixed.view(shape)
+
+    def chosen(self):
+        """Which experts the last logits() took, as sets: sorted."""
+        return [torch.topk(p, self.o.per_token, dim=-1)[1].sort(-1)[0] for p in self.routed]
+
+    def balance(self):
+        """The load balancing loss of the last logits(), with its coefficient."""
+        if not self.o.balance:
+            return 0.0
+        p = torch.cat(self.routed)
+        slots = functional.one_hot(torch.topk(p, self.o.per_token, dim=-1)[1], self.o.experts).sum((0, 1)).to(p.dtype)
+        return self.o.balance * self.o.experts * (slots / len(p) * p.mean(0)).sum()
+
+    def block(self, h, at, rotation, blocked, sparse=False):
         if self.o.gpt2:
             h = self.r(h + self.attention(self.norm(h, at + "ln_1"), at, rotation, blocked))
             return self.r(h + self.mlp(self.norm(h, at + "ln_2"), at))
         added = self.attention(self.norm(h, at + "input_layernorm"), at, rotation, blocked)
         if not self.o.gemma:
             h = self.r(h + added)
-            return self.r(h + self.mlp(self.norm(h, at + "post_attention_layernorm"), at))
+            normed = self.norm(h, at + "post_attention_layernorm")
+            if sparse:
+                return self.r(h + self.experts(normed, at + ("block_sparse_moe." if self.o.mixtral else "mlp.")))
+            return self.r(h + self.mlp(normed, at))
         h = self.r(h + self.norm(added, at + "post_attention_layernorm"))
         added = self.mlp(self.norm(h, at + "pre_feedforward_layernorm"), at)
         return self.r(h + self.norm(added, at + "post_feedforward_layernorm"))
@@ -220,11 +270,12 @@ class Model:
     def logits(self, at, rotations):
         """at: tokens, document, position (B, T). rotations: of a block by whether it slides."""
         o = self.o
+        self.routed = []
         h = self.embed(at["tokens"], at["position"])
         for layer in range(o.layers):
             window = o.windows[layer]
             name = f"transformer.h.{layer}." if o.gpt2 else f"model.layers.{layer}."
-            h = self.block(h, name, rotations[bool(window)], blocked_of(at["document"], window))
+            h = self.block(h, name, rotations[bool(window)], blocked_of(at["document"], window), o.sparse[layer])
         x = self.g(self.norm(h, "transformer.ln_f" if o.gpt2 else "model.norm"))
         embedding = "transformer.wte.weight" if o.gpt2 else "model.embed_tokens.weight"
         head = self.weights[embedding if o.tied else "lm_head.weight"]
@@ -255,11 +306,13 @@ def rotations_of(model, position, rounding, dtype):
 
 
 def run(config, weights, batch, library, rounding):
-    """(loss, {name: gradient}) of step 1. `library`: the model whose rotary embedding is used."""
+    """(loss, {name: gradient}, experts of each token) of step 1. `library`: the model whose rotary embedding is used."""
     leaves = {name: w.detach().clone().requires_grad_() for name, w in weights.items()}
     dtype = next(iter(leaves.values())).dtype
     at = {k: torch.from_numpy(v[0]).long() for k, v in batch.items()}
     rotations = rotations_of(library, at["position"], rounding, dtype)
-    loss = oracle.summed_loss(Model(config, leaves, rounding).logits(at, rotations), at["labels"])
+    model = Model(config, leaves, rounding)
+    loss = oracle.summed_loss(model.logits(at, rotations), at["labels"]) + model.balance()
     loss.backward()
-    return loss.item(), {name: leaf.grad for name, leaf in leaves.items()}
+    return loss.item(), {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                         for name, leaf in leaves.items()}, model.chosen()

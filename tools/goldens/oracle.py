@@ -14,9 +14,11 @@ from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
+from transformers.models.mixtral import modeling_mixtral
 from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 
 def wider(x):
@@ -52,10 +54,33 @@ def eager_attention(module, query, key, value, attention_mask, scaling=None, dro
 for module, norm in ((modeling_llama, "LlamaRMSNorm"), (modeling_mistral, "MistralRMSNorm"),
                      (modeling_qwen2, "Qwen2RMSNorm"), (modeling_qwen3, "Qwen3RMSNorm"),
                      (modeling_phi3, "Phi3RMSNorm"), (modeling_gemma2, "Gemma2RMSNorm"),
-                     (modeling_gemma3, "Gemma3RMSNorm"), (modeling_gpt2, None)):
+                     (modeling_gemma3, "Gemma3RMSNorm"), (modeling_gpt2, None),
+                     (modeling_mixtral, "MixtralRMSNorm"), (modeling_qwen3_moe, "Qwen3MoeRMSNorm")):
     if norm:
         getattr(module, norm).forward = gemma_norm_forward if "Gemma" in norm else rms_norm_forward
     module.eager_attention_forward = eager_attention
+
+def router_forward(self, x):
+    """Mixtral keeps the weights in float32 and always divides them by their sum."""
+    mixtral = isinstance(self, modeling_mixtral.MixtralTopKRouter)
+    logits = functional.linear(x.reshape(-1, self.hidden_dim), self.weight)
+    values, experts = torch.topk(functional.softmax(wider(logits), dim=-1), self.top_k, dim=-1)
+    if mixtral or self.norm_topk_prob:
+        values = values / values.sum(dim=-1, keepdim=True)
+    return logits, values if mixtral else values.to(logits.dtype), experts
+
+
+def balance_loss(router_logits, n_experts, top_k, attention_mask=None):
+    """All rows of all layers together; every row counts, whatever the mask."""
+    p = functional.softmax(wider(torch.cat(router_logits)), dim=-1)
+    slots = functional.one_hot(torch.topk(p, top_k, dim=-1)[1], n_experts).sum(dim=(0, 1)).to(p.dtype)
+    return n_experts * (slots / len(p) * p.mean(dim=0)).sum()
+
+
+library_balance_loss = modeling_mixtral.load_balancing_loss_func
+for module, router in ((modeling_mixtral, "MixtralTopKRouter"), (modeling_qwen3_moe, "Qwen3MoeTopKRouter")):
+    getattr(module, router).forward = router_forward
+    module.load_balancing_loss_func = balance_loss
 
 # These take a mask for each kind of block; the others one mask, which has the window in it.
 BY_LAYER_TYPE = ("qwen2", "qwen3", "gemma2", "gemma3_text")
@@ -64,7 +89,8 @@ BY_LAYER_TYPE = ("qwen2", "qwen3", "gemma2", "gemma3_text")
 def load(folder, dtype):
     """The model of a folder, every key accounted for, computing in `dtype`."""
     model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager",
+        output_loading_info=True)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
             raise SystemExit(f"{folder}: {kind}: {sorted(info[kind])}")
@@ -105,12 +131,44 @@ def forward(model, batch, step, packed):
     if packed:
         extra["attention_mask"] = masks(model, at["document"])
         extra["position_ids"] = at["position"]
-    logits = model(input_ids=at["tokens"], use_cache=False, **extra).logits
-    return summed_loss(logits, at["labels"]), logits
+    out = model(input_ids=at["tokens"], use_cache=False, **extra)
+    return summed_loss(out.logits, at["labels"]) + added_loss(model, out), out.logits
+
+
+def added_loss(model, out):
+    """What the class adds to the loss of the tokens: load balancing, where the config asks for it."""
+    if getattr(out, "aux_loss", None) is None:
+        return 0.0
+    plain = library_balance_loss(tuple(l.detach().float() for l in out.router_logits), model.num_experts,
+                                 model.num_experts_per_tok)
+    assert abs(plain.item() / out.aux_loss.item() - 1) < 1e-5, "two formulas of the load balancing loss"
+    return model.router_aux_loss_coef * out.aux_loss
+
+
+def hub_names(model, tensors):
+    """Parameters by the names that they have in files: the library holds all experts of a block in one."""
+    out = {}
+    for name, t in tensors.items():
+        block, _, which = name.rpartition(".experts.")
+        mixtral = model.config.model_type == "mixtral"
+        inside = block.replace(".mlp", ".block_sparse_moe") if mixtral else block
+        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        if which == "gate_up_proj":
+            for e, both in enumerate(t):
+                at = f"{inside}.experts.{e}."
+                out[at + gate + ".weight"], out[at + up + ".weight"] = (half.clone() for half in both.chunk(2))
+        elif which == "down_proj":
+            for e, one in enumerate(t):
+                out[f"{inside}.experts.{e}.{down}.weight"] = one.clone()
+        elif mixtral and name.endswith(".mlp.gate.weight"):
+            out[name.replace(".mlp.", ".block_sparse_moe.")] = t
+        else:
+            out[name] = t
+    return out
 
 
 def gradients(model):
-    return {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+    return hub_names(model, {name: p.grad.detach().clone() for name, p in model.named_parameters()})
 
 
 def adamw(model, meta):
@@ -136,5 +194,5 @@ def train(model, batch, meta, packed):
         optimizer.step()
         out["losses"].append(loss.item())
         out["grad_norms"].append(norm.item())
-    out["after"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    out["after"] = hub_names(model, {name: p.detach().clone() for name, p in model.named_parameters()})
     return out

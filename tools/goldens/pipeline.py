@@ -187,7 +187,8 @@ def optimizer_of(named, case, variant):
 
 
 class Transformers:
-    """The oracle: transformers in the dtype asked for, explicit 4-D masks and positions."""
+    """The oracle: transformers in the dtype asked for, explicit 4-D masks and positions. loss_sum() leaves in
+    `added` what the microbatch's own loss has beside that of the tokens."""
 
     def __init__(self, folder, case, dtype, variant):
         self.model, self.variant = oracle.load(folder, dtype), variant
@@ -200,6 +201,9 @@ class Transformers:
     def named(self):
         return list(self.model.named_parameters())
 
+    def hub_names(self, tensors):
+        return oracle.hub_names(self.model, tensors)
+
     def loss_sum(self, tokens, labels, document, position):
         if self.variant == "documents_not_masked":
             document = torch.zeros_like(document)
@@ -209,8 +213,9 @@ class Transformers:
         if self.variant == "window_ignored":
             full = oracle.block_mask(document, self.model.dtype)
             masks = dict.fromkeys(masks, full) if isinstance(masks, dict) else full
-        logits = self.model(input_ids=tokens, position_ids=position, use_cache=False, attention_mask=masks).logits
-        return oracle.summed_loss(logits, labels) * (labels >= 0).sum()
+        out = self.model(input_ids=tokens, position_ids=position, use_cache=False, attention_mask=masks)
+        self.added = 0.0 if self.variant == "not_balanced" else oracle.added_loss(self.model, out)
+        return oracle.summed_loss(out.logits, labels) * (labels >= 0).sum()
 
 
 class Emulation:
@@ -224,13 +229,18 @@ class Emulation:
     def named(self):
         return list(self.masters.items())
 
+    def hub_names(self, tensors):
+        return tensors
+
     def loss_sum(self, tokens, labels, document, position):
         high = {n: p + (torch.from_numpy(self.high_half(p.detach().numpy())) - p).detach()
                 for n, p in self.masters.items()}  # the gradient passes to the master as it is
         rotations = emulate.rotations_of(self.library, position, emulate.Rounding.DESIGN, torch.float32)
         model = emulate.Model(self.case["config"], high, emulate.Rounding.DESIGN)
         at = {"tokens": tokens, "document": document, "position": position}
-        return oracle.summed_loss(model.logits(at, rotations), labels) * (labels >= 0).sum()
+        loss = oracle.summed_loss(model.logits(at, rotations), labels) * (labels >= 0).sum()
+        self.added = model.balance()
+        return loss
 
 
 def pad_of(case):
@@ -267,7 +277,7 @@ def train(model, samples, case, variant=""):
             share = 1 / total
             if variant == "mean_of_microbatches":
                 share = 1 / (max(labelled(batch), 1) * count)
-            part = model.loss_sum(*batch) * share
+            part = model.loss_sum(*batch) * share + model.added / count
             part.backward()
             loss += part.item()
         limit = math.inf if variant == "not_clipped" else case["max_grad_norm"]
@@ -278,7 +288,7 @@ def train(model, samples, case, variant=""):
         optimizer.step()
         for key, value in zip(out, (loss, norm, total, rate)):
             out[key].append(value)
-    out["after"] = {n: p.detach().clone() for n, p in model.named()}
+    out["after"] = model.hub_names({n: p.detach().clone() for n, p in model.named()})
     return out
 
 
@@ -292,6 +302,8 @@ def variants_of(case):
         out.append("pad_trained")
     if any(emulate.Options(case["config"]).windows):
         out.append("window_ignored")
+    if case["config"].get("output_router_logits"):
+        out.append("not_balanced")
     return out
 
 
