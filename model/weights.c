@@ -100,8 +100,26 @@ static int is_wanted(const struct model_layout *layout, const struct safetensors
            safetensors_find(st, full, &found) < 0;
 }
 
+/* transformers holds all experts of a block in one tensor of three dimensions; the hub does not. */
+static int refuse_fused_experts(const struct model_layout *layout, const struct safetensors *st)
+{
+    for (uint64_t i = 0; layout->config.n_experts && i < safetensors_n_tensors(st); i++) {
+        const struct safetensors_tensor *t = safetensors_tensor_at(st, i);
+        if (fnmatch("*.experts.gate_up_proj", t->name, 0) != 0 &&
+            fnmatch("*.experts.down_proj", t->name, 0) != 0)
+            continue;
+        error_set(ERROR_USER,
+                  "%s: tensor %s: expected a tensor for each expert, found all experts in one",
+                  safetensors_file_path(st, t->file), t->name);
+        return error_hint("transformers' save_pretrained() writes a tensor for each expert");
+    }
+    return 0;
+}
+
 int model_check_weights(const struct model_layout *layout, const struct safetensors *st)
 {
+    if (refuse_fused_experts(layout, st) < 0)
+        return -ERROR_USER;
     for (uint32_t i = 0; i < layout->n_tensors; i++) {
         int rc = check_present(&layout->tensors[i], st);
         if (rc < 0)

@@ -36,6 +36,12 @@ MODELS = [
     (hf.Gemma2Config, {**SIZES, "head_dim": 20, "sliding_window": 9}),
     (hf.Gemma3TextConfig, {**SIZES, "head_dim": 20, "sliding_window": 9}),
     (hf.Gemma3TextConfig, {**SIZES, "sliding_window": 9, "layer_types": ALTERNATING, "final_logit_softcapping": 3.0}),
+    (hf.MixtralConfig, {**SIZES, "num_local_experts": 4}),
+    (hf.MixtralConfig, {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 9}),
+    (hf.Qwen3MoeConfig, {**SIZES, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 30}),
+    (hf.Qwen3MoeConfig, {**SIZES, "head_dim": 20, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 30,
+                         "norm_topk_prob": True, "mlp_only_layers": [2], "decoder_sparse_step": 1,
+                         "use_sliding_window": True, "sliding_window": 9, "tie_word_embeddings": True}),
     (hf.GPT2Config, GPT2),
     (hf.GPT2Config, {**GPT2, "activation_function": "gelu", "tie_word_embeddings": False}),
 ]

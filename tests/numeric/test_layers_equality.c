@@ -168,9 +168,12 @@ static uint64_t slot_floats(const struct model_config *c)
         c->hidden_size + 2 * query + 2 * key + 2 * c->intermediate_size + 2 + c->n_heads;
     if (c->plain_mlp)
         floats -= c->intermediate_size;
-    if (c->n_experts) /* its blocks without experts need less */
-        floats += 2 * (c->experts_per_token * c->expert_size - c->intermediate_size) +
-                  c->n_experts + 3 * c->experts_per_token;
+    if (c->n_experts) { /* gate and up of a block with or without experts, whichever takes more */
+        uint64_t inner = c->experts_per_token * c->expert_size;
+        floats += c->n_experts + 3 * c->experts_per_token;
+        if (inner > c->intermediate_size)
+            floats += 2 * (inner - c->intermediate_size);
+    }
     if (c->qk_norm)
         floats += query + key + c->n_heads + c->n_kv_heads;
     if (c->post_norms)

@@ -26,6 +26,12 @@ FAMILIES = {
                "query_pre_attn_scalar": 20, **USUAL},
     "gemma3": {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 8,
                "sliding_window_pattern": 2, "query_pre_attn_scalar": 20, "tie_word_embeddings": False, **USUAL},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": 10,
+                "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
+                "router_aux_loss_coef": 0.02, **USUAL},
+    "qwen3moe": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6,
+                 "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True,
+                 "mlp_only_layers": [1], **USUAL},
     "gpt2": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4,
              "n_positions": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **COMMON},
 }
@@ -63,7 +69,7 @@ def golden_folders():
 def golden_folders_come_back_bit_for_bit(t):
     """Import, one step that changes nothing, export: the same tensors and the same config.json."""
     names = golden_folders()
-    check(len(names) == 14, "goldens: %s" % names)
+    check(len(names) == 18, "goldens: %s" % names)
     data = write_nanogpt_shard(os.path.join(t.dir, "train.bin"), tokens_of(2000, vocab=60))
     for index, name in enumerate(names):
         folder, dtype = os.path.join(GOLDENS, name), ("float32", "bfloat16")[index % 2]
@@ -149,7 +155,37 @@ def text_goes_on_alike_from_a_run_and_from_its_export(t):
         equal(text(run.dir, whole[:24], 40 - 15), whole, family + ": from its own beginning")
 
 
+@test
+def bits_of_experts_depend_on_no_page_size_and_no_worker(t):
+    """An expert has pages of its own whatever their size; three workers share them otherwise than one."""
+    for family in ("mixtral", "qwen3moe"):
+        folder, reference = config_folder(t, family), None
+        for name, memory, workers in (("small", {"page_elements": 4096}, 1), ("large", {"page_elements": 1 << 20}, 3)):
+            run = tiny_run(t.dir, "%s-%s" % (family, name), hf=folder, memory={**memory, "opt_workers": workers},
+                           training={"steps": 6})
+            run.ok()
+            weights = read_weights(run.export_dir(6))
+            reference = reference or weights
+            same_tensors(weights, reference)
+
+
 # -- what is refused --
+
+
+@test
+def experts_in_one_tensor_are_refused_by_name(t):
+    """As the library holds them in memory; files have a tensor for each expert."""
+    golden = os.path.join(GOLDENS, "mixtral_tied_unpacked")
+    tensors = {n: x for n, x in read_weights(golden).items() if ".experts." not in n}
+    tensors["model.layers.0.mlp.experts.gate_up_proj"] = ("F32", (4, 74, 24), b"\0" * (4 * 4 * 74 * 24))
+    folder = os.path.join(t.dir, "hf-fused")
+    os.makedirs(folder)
+    shutil.copy(os.path.join(golden, "config.json"), folder)
+    write_safetensors(os.path.join(folder, "model.safetensors"), tensors)
+    data = write_nanogpt_shard(os.path.join(t.dir, "train.bin"), tokens_of(2000, vocab=60))
+    run = tiny_run(t.dir, hf=folder, file=data, model={"init": "pretrained", "tokenizer": ""}, **FROZEN)
+    found = run.run(status=USER)
+    check("model.layers.0.mlp.experts.gate_up_proj" in found.err and "hint: " in found.err, found.err)
 
 
 @test
