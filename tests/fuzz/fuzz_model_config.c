@@ -30,6 +30,11 @@ static void config_is_sound(const struct model_config *c)
     REQUIRE(isfinite(c->attention_scalar) && c->attention_scalar >= 0);
     REQUIRE(isfinite(c->attention_softcap) && isfinite(c->final_softcap));
     REQUIRE(c->dropout >= 0 && c->dropout <= 1);
+    REQUIRE(c->experts_per_token <= c->n_experts && c->n_experts <= MODEL_EXPERTS_MAX);
+    REQUIRE((c->n_experts > 0) == (model_config_n_sparse(c) > 0));
+    REQUIRE(c->n_experts == 0 || (c->expert_size > 0 && c->experts_per_token > 0));
+    REQUIRE(model_config_n_sparse(c) * c->n_experts <= MODEL_MODEL_EXPERTS_MAX);
+    REQUIRE(isfinite(c->router_aux_loss) && c->router_aux_loss >= 0);
     for (uint64_t b = 0; b < c->n_layers; b++)
         REQUIRE(model_config_reach(c, b) == MODEL_REACH_FULL || model_config_window(c, b) > 0);
     REQUIRE(isfinite(c->initializer_range) && c->tie_word_embeddings <= 1 && c->reserved == 0 &&

@@ -160,9 +160,9 @@ def bits_of_experts_depend_on_no_page_size_and_no_worker(t):
     """An expert has pages of its own whatever their size; three workers share them otherwise than one."""
     for family in ("mixtral", "qwen3moe"):
         folder, reference = config_folder(t, family), None
-        for name, memory, workers in (("small", {"page_elements": 4096}, 1), ("large", {"page_elements": 1 << 20}, 3)):
-            run = tiny_run(t.dir, "%s-%s" % (family, name), hf=folder, memory={**memory, "opt_workers": workers},
-                           training={"steps": 6})
+        for name, size, workers in (("small", 4096, 1), ("large", 1 << 20, 3)):
+            run = tiny_run(t.dir, "%s-%s" % (family, name), hf=folder, memory={"page_elements": size},
+                           training={"steps": 6}, optimizer={"workers": workers})
             run.ok()
             weights = read_weights(run.export_dir(6))
             reference = reference or weights

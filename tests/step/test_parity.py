@@ -32,6 +32,8 @@ LOSS, NORM, RATE, AFTER = 5e-6, 1e-5, 1e-7, 1e-5
 BFLOAT16_LOSS = 2e-3
 # Gradient norms of 900 to 1800: here the emulation itself is off by 1.3 %, which would drown all other cases.
 NOT_FOR_BFLOAT16 = "pipeline_clip_untied_packed"
+# With experts, rounding sends a token now and then where float64 does not: the emulation is off by up to 3.5e-3.
+ROUTED, BFLOAT16_LOSS_ROUTED = ("pipeline_mixtral", "pipeline_qwen3moe"), 7e-3
 # rms over all steps of all cases, against the emulation's rms
 BFLOAT16_RMS = 1.3
 
@@ -286,10 +288,14 @@ def bfloat16_follows_float64_as_near_as_its_rounding_points_allow(t):
     """Loss of every step against float64 on float32 weights: each within BFLOAT16_LOSS, and the rms over all steps
     of all cases within BFLOAT16_RMS of what an emulation of transformers' rounding points leaves.
     """
+    cases = [c for c in CASES if c != NOT_FOR_BFLOAT16]
+    follow_float64(t, [c for c in cases if not c.startswith(ROUTED)], BFLOAT16_LOSS)
+    follow_float64(t, [c for c in cases if c.startswith(ROUTED)], BFLOAT16_LOSS_ROUTED)
+
+
+def follow_float64(t, cases, loss_limit):
     ours, emulated = [], []
-    for case in CASES:
-        if case == NOT_FOR_BFLOAT16:
-            continue
+    for case in cases:
         golden = Golden(case)
         found = run_once(t, golden, case, model={"dtype": "bfloat16"})
         exact = golden.reference["losses"]
@@ -299,7 +305,7 @@ def bfloat16_follows_float64_as_near_as_its_rounding_points_allow(t):
     ratio = math.sqrt(sum(e * e for e in ours) / sum(e * e for e in emulated))
     t.note("loss off by at most %.1e, the emulation by %.1e; rms ratio %.3f" % (
         worst, max(abs(e) for e in emulated), ratio))
-    check(worst <= BFLOAT16_LOSS, "loss off by %.3g" % worst)
+    check(worst <= loss_limit, "loss off by %.3g" % worst)
     check(ratio <= BFLOAT16_RMS, "rms error %.3f times the emulation's" % ratio)
     check(worst > 1e-6, "bfloat16 gives the loss of float32")
 

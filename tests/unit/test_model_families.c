@@ -285,6 +285,79 @@ static void gpt_2_is_understood(void **state)
     expect_refused("{" GPT2 ", \"pad_token_id\": 60000}", "pad_token_id");
 }
 
+#define MIXTRAL   "\"model_type\": \"mixtral\""
+#define QWEN3_MOE "\"model_type\": \"qwen3_moe\""
+
+static void mixtral_as_on_the_hub(void **state)
+{
+    (void)state;
+    struct model_config c;
+    expect_accepted(
+        &c, "{\"architectures\": [\"MixtralForCausalLM\"], \"attention_dropout\": 0.0, "
+            "\"bos_token_id\": 1, \"eos_token_id\": 2, \"hidden_act\": \"silu\", "
+            "\"hidden_size\": 4096, \"initializer_range\": 0.02, \"intermediate_size\": 14336, "
+            "\"max_position_embeddings\": 32768, \"model_type\": \"mixtral\", "
+            "\"num_attention_heads\": 32, \"num_experts_per_tok\": 2, \"num_hidden_layers\": 32, "
+            "\"num_key_value_heads\": 8, \"num_local_experts\": 8, "
+            "\"output_router_logits\": false, \"rms_norm_eps\": 1e-05, \"rope_theta\": 1000000.0, "
+            "\"router_aux_loss_coef\": 0.02, \"sliding_window\": null, "
+            "\"tie_word_embeddings\": false, \"torch_dtype\": \"bfloat16\", "
+            "\"transformers_version\": \"4.36.0.dev0\", \"use_cache\": true, "
+            "\"vocab_size\": 32000}");
+    assert_true(c.n_experts == 8 && c.experts_per_token == 2 && c.expert_size == 14336);
+    assert_true(model_config_n_sparse(&c) == 32 && c.norm_topk && !c.router_rounded);
+    assert_true(c.router_aux_loss == 0 &&
+                c.sliding_window == 0); /* output_router_logits is false */
+    expect_accepted(&c, "{" MIXTRAL ", \"output_router_logits\": true}");
+    assert_true(c.router_aux_loss == 0.001 && c.rope[0].theta == 1e6);
+    expect_accepted(&c, "{" MIXTRAL ", \"num_experts\": 5, \"router_jitter_noise\": 0.0}");
+    assert_int_equal(c.n_experts, 5);
+    expect_refused("{" MIXTRAL ", \"router_jitter_noise\": 0.1}", "router_jitter_noise");
+    expect_refused("{" MIXTRAL ", \"num_experts\": 5, \"num_local_experts\": 6}",
+                   "num_local_experts");
+    expect_refused("{" MIXTRAL ", \"num_experts_per_tok\": 9}", "num_experts_per_tok");
+    expect_refused("{" MIXTRAL ", \"norm_topk_prob\": true}", "MixtralConfig");
+    expect_refused("{" MIXTRAL ", \"num_local_experts\": 2000}", "num_local_experts");
+    expect_refused("{" MIXTRAL ", \"num_local_experts\": 1024, \"num_hidden_layers\": 300}",
+                   "in all blocks");
+    expect_refused("{" MIXTRAL ", \"router_aux_loss_coef\": -1}", "router_aux_loss_coef");
+    expect_refused("{\"model_type\": \"llama\", \"num_local_experts\": 8}", "num_local_experts");
+}
+
+static void qwen3_moe_as_on_the_hub(void **state)
+{
+    (void)state;
+    struct model_config c;
+    expect_accepted(
+        &c, "{\"architectures\": [\"Qwen3MoeForCausalLM\"], \"attention_bias\": false, "
+            "\"attention_dropout\": 0.0, \"bos_token_id\": 151643, \"decoder_sparse_step\": 1, "
+            "\"eos_token_id\": 151645, \"head_dim\": 128, \"hidden_act\": \"silu\", "
+            "\"hidden_size\": 2048, \"initializer_range\": 0.02, \"intermediate_size\": 6144, "
+            "\"max_position_embeddings\": 40960, \"max_window_layers\": 48, "
+            "\"mlp_only_layers\": [], \"model_type\": \"qwen3_moe\", "
+            "\"moe_intermediate_size\": 768, \"norm_topk_prob\": true, "
+            "\"num_attention_heads\": 32, \"num_experts\": 128, \"num_experts_per_tok\": 8, "
+            "\"num_hidden_layers\": 48, \"num_key_value_heads\": 4, "
+            "\"output_router_logits\": false, \"rms_norm_eps\": 1e-06, \"rope_scaling\": null, "
+            "\"rope_theta\": 1000000.0, \"router_aux_loss_coef\": 0.001, "
+            "\"sliding_window\": null, \"tie_word_embeddings\": false, "
+            "\"torch_dtype\": \"bfloat16\", \"use_cache\": true, "
+            "\"use_sliding_window\": false, \"vocab_size\": 151936}");
+    assert_true(c.n_experts == 128 && c.experts_per_token == 8 && c.expert_size == 768);
+    assert_true(model_config_n_sparse(&c) == 48 && c.norm_topk && c.router_rounded && c.qk_norm);
+    expect_accepted(&c, "{" QWEN3_MOE ", \"num_hidden_layers\": 6, \"decoder_sparse_step\": 2, "
+                        "\"mlp_only_layers\": [3, 4, 99]}");
+    assert_int_equal(c.sparse[0], 1 << 1 | 1 << 5); /* every second, but 3 */
+    assert_true(!c.norm_topk && c.sliding_window == 0);
+    expect_accepted(&c, "{" QWEN3_MOE ", \"use_sliding_window\": true, \"sliding_window\": 9}");
+    assert_true(model_config_window(&c, 0) == 9 && model_config_window(&c, 23) == 9);
+    expect_refused("{" QWEN3_MOE ", \"decoder_sparse_step\": 25}", "at least one block");
+    expect_refused("{" QWEN3_MOE ", \"mlp_only_layers\": [\"a\"]}", "mlp_only_layers");
+    expect_refused("{" QWEN3_MOE ", \"mlp_only_layers\": 3}", "mlp_only_layers");
+    expect_refused("{" QWEN3_MOE ", \"shared_expert_intermediate_size\": 10}", "Qwen3MoeConfig");
+    expect_refused("{" QWEN3_MOE ", \"num_experts\": 0}", "num_experts");
+}
+
 /* ---- tensors ---- */
 
 struct expected_tensor {
@@ -357,6 +430,36 @@ static void blocks_have_the_tensors_of_transformers(void **state)
     expect_block("{" GEMMA3 SMALL "}", gemma3, 13);
     expect_block("{" PHI3 SMALL "}", phi3, 6);
     expect_block("{" GPT2 ", \"n_embd\": 48, \"n_head\": 4}", gpt2, 12);
+}
+
+static void experts_have_layers_and_names_of_their_own(void **state)
+{
+    (void)state;
+    struct model_config c;
+    struct model_layout layout;
+    expect_accepted(&c, "{" MIXTRAL SMALL ", \"num_local_experts\": 3}");
+    assert_int_equal(model_layout_init(&layout, &c, 4096), 0);
+    assert_int_equal(layout.n_layers, 2 + 4 * (1 + 3));
+    const struct model_tensor *t =
+        model_layout_find(&layout, "model.layers.1.block_sparse_moe.experts.2.w2.weight");
+    assert_true(t != NULL && t->layer == layout.blocks[1] + 3 && t->rows == 48 && t->cols == 77);
+    const struct model_layer *expert = &layout.layers[t->layer];
+    assert_true(expert->kind == LAYER_EXPERT && expert->n_tensors == 3 && expert->block == 1);
+    assert_int_equal(expert->group, layout.blocks[1]);
+    assert_int_equal(expert->start + expert->elements,
+                     model_group_elements(&layout, expert->group));
+    assert_non_null(model_layout_find(&layout, "model.layers.0.block_sparse_moe.gate.weight"));
+    assert_null(model_layout_find(&layout, "model.layers.0.mlp.gate_proj.weight"));
+    model_layout_destroy(&layout);
+    expect_accepted(&c, "{" QWEN3_MOE SMALL ", \"num_experts\": 3, \"num_experts_per_tok\": 1, "
+                        "\"moe_intermediate_size\": 20, \"mlp_only_layers\": [0]}");
+    assert_int_equal(model_layout_init(&layout, &c, 4096), 0);
+    t = model_layout_find(&layout, "model.layers.1.mlp.experts.0.up_proj.weight");
+    assert_true(t != NULL && t->rows == 20 && t->cols == 48);
+    t = model_layout_find(&layout, "model.layers.0.mlp.up_proj.weight");
+    assert_true(t != NULL && t->rows == 77 && t->layer == 1);
+    assert_null(model_layout_find(&layout, "model.layers.0.mlp.gate.weight"));
+    model_layout_destroy(&layout);
 }
 
 static void all_biases_fit_a_layer(void **state)
@@ -474,6 +577,9 @@ int main(void)
         cmocka_unit_test(gemma_3_is_understood),
         cmocka_unit_test(gpt_2_is_understood),
         cmocka_unit_test(blocks_have_the_tensors_of_transformers),
+        cmocka_unit_test(mixtral_as_on_the_hub),
+        cmocka_unit_test(qwen3_moe_as_on_the_hub),
+        cmocka_unit_test(experts_have_layers_and_names_of_their_own),
         cmocka_unit_test(all_biases_fit_a_layer),
         cmocka_unit_test(fused_tensors_are_found_by_their_parts),
         cmocka_unit_test(ends_of_the_model_are_those_of_transformers),

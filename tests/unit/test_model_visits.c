@@ -113,6 +113,56 @@ static void a_tied_head_is_lent_its_norm_and_then_the_embedding(void **state)
     model_layout_destroy(&layout);
 }
 
+/* Blocks 0 and 2 have two experts each: layers 1 2 3, 4, 5 6 7. */
+static void make_sparse(struct model_layout *layout)
+{
+    struct model_config config = {
+        .vocab_size = 300,
+        .hidden_size = 48,
+        .intermediate_size = 96,
+        .n_layers = 3,
+        .n_heads = 4,
+        .n_kv_heads = 2,
+        .head_dim = 12,
+        .n_experts = 2,
+        .experts_per_token = 1,
+        .expert_size = 100,
+        .sparse = {5},
+    };
+    assert_int_equal(model_layout_init(layout, &config, 4096), 0);
+}
+
+static void experts_are_visited_with_their_block(void **state)
+{
+    (void)state;
+    struct model_layout layout;
+    struct visits visits;
+    char text[512];
+    make_sparse(&layout);
+    assert_int_equal(layout.n_layers, 9);
+    assert_int_equal(visits_init(&visits, &layout, 2), 0);
+    spell(&visits, text, sizeof text);
+    assert_string_equal(text, "F0 F1i F4 F5i H8! R5a B5! R1a R4a B4! B1! E0!");
+    const struct visit *first = &visits.visits[1], *second = &visits.visits[2];
+    assert_true(first->block == 1 && second->block == 2 && visits.visits[3].block == 3);
+    uint64_t own = layout.layers[1].n_pages, each = layout.layers[2].n_pages;
+    assert_int_equal(each, 6); /* three matrices of 4800 elements, each two blocks of 4096 */
+    assert_int_equal(visit_n_pages(&layout, first), own + 2 * each);
+    assert_int_equal(visit_n_pages(&layout, second), layout.layers[4].n_pages);
+    for (uint64_t k = 0; k < own + 2 * each; k++)
+        assert_int_equal(visit_page(&layout, first, k), layout.layers[1].first_page + k);
+    assert_int_equal(visits.n_pages, 2 * (layout.n_pages - layout.layers[0].n_pages) +
+                                         layout.layers[0].n_pages - layout.layers[8].n_pages +
+                                         layout.n_pages - layout.layers[0].n_pages -
+                                         layout.layers[8].n_pages);
+    visits_destroy(&visits);
+    assert_int_equal(visits_forward_only(&visits, &layout), 0);
+    spell(&visits, text, sizeof text);
+    assert_string_equal(text, "F0 F1 F4 F5 H8");
+    visits_destroy(&visits);
+    model_layout_destroy(&layout);
+}
+
 static void every_layer_publishes_once_and_the_embedding_last(void **state)
 {
     (void)state;
@@ -153,6 +203,7 @@ int main(void)
         cmocka_unit_test(groups_go_forward_again_and_then_back),
         cmocka_unit_test(evaluation_ends_with_the_head_and_publishes_nothing),
         cmocka_unit_test(a_tied_head_is_lent_its_norm_and_then_the_embedding),
+        cmocka_unit_test(experts_are_visited_with_their_block),
         cmocka_unit_test(every_layer_publishes_once_and_the_embedding_last),
         cmocka_unit_test(kinds_have_names),
     };
