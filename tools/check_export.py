@@ -30,7 +30,8 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 def load(folder):
     model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager",
+        output_loading_info=True)
     problems = {k: sorted(map(str, v)) for k, v in info.items() if v}
     if problems:
         sys.exit(f"{folder}: not a whole model: {problems}")

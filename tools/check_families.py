@@ -61,7 +61,8 @@ def save(config, folder):
 
 def difference(program, folder):
     """(largest logit, largest difference to ours)."""
-    model = hf.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager",
+                                                    experts_implementation="eager", dtype=torch.float32).eval()
     tokens = torch.arange(TOKENS) * 31 % VOCAB
     ids, out = pathlib.Path(folder, "tokens"), pathlib.Path(folder, "logits")
     ids.write_bytes(tokens.to(torch.int32).numpy().tobytes())
