@@ -83,7 +83,10 @@ static void make_batch(struct bench *b, uint64_t seq_len)
         ids[2 * b->rows + i] = (int32_t)(i % seq_len);
         ids[3 * b->rows + i] = 0;
     }
-    b->batch = (struct layers_batch){ids, ids + b->rows, ids + 2 * b->rows, ids + 3 * b->rows};
+    b->batch = (struct layers_batch){.tokens = ids,
+                                     .labels = ids + b->rows,
+                                     .position = ids + 2 * b->rows,
+                                     .document_start = ids + 3 * b->rows};
 }
 
 static void make_arrays(struct bench *b)
