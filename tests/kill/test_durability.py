@@ -89,7 +89,11 @@ def finish(run, live, role, k, seen):
         check(step >= seen["committed"], "step %d was committed, resumed after %d" % (seen["committed"], step))
         return "resumed after %d" % step
     equal(live.wait(), DONE, "status: %s" % live.output())
-    equal([e["tier"] for e in run.events("restart")], ["T1"], "restarts")
+    tiers = [e["tier"] for e in run.events("restart")]
+    if tiers == ["T2"] and role == "io_worker":  # it may have died in a flush: nobody takes over from there
+        check("how that ended is not known" in live.output(), "T2 without a flush: %s" % live.output())
+        return "T2, died in a flush; resumed after %d" % check_resumed(run, k)
+    equal(tiers, ["T1"], "restarts")
     equal([e["step"] for e in run.events("resume")], [], "a worker's death replays no complete step")
     return "T1"
 
