@@ -168,7 +168,10 @@ static uint64_t movement(const struct launcher *l)
 static int anybody_busy(const struct launcher *l)
 {
     for (uint32_t i = 0; i < l->session.n_children; i++) {
-        const struct worker_control *w = session_control(l, &l->session.children[i]);
+        const struct child *child = &l->session.children[i];
+        const struct worker_control *w = session_control(l, child);
+        if (child->abort_ns) /* it is being ended already, and told of */
+            return 1;
         if (!atomic_load_explicit(&w->sleeping, memory_order_relaxed) || fact(&w->oldest_io_ns))
             return 1;
     }
