@@ -103,6 +103,13 @@ static void update_split(void)
 
 static volatile double norm_sink;
 
+static double norm_of(const float *g)
+{
+    struct norm_tree tree = {.leaves = 0};
+    norm_push(&tree, g, ELEMENTS);
+    return norm_tree_root(&tree);
+}
+
 static double work_seconds(enum work work)
 {
     uint64_t start = clock_now_ns();
@@ -111,7 +118,7 @@ static double work_seconds(enum work work)
     else if (work == WORK_SPLIT)
         update_split();
     else
-        norm_sink = norm_page(arrays[3], ELEMENTS, ELEMENTS);
+        norm_sink = norm_of(arrays[3]);
     return clock_seconds_since(start);
 }
 

@@ -159,17 +159,6 @@ static int choose_dtypes(struct export *e, const struct export_config *c)
 }
 
 /* A file of the model's folder, which no link leads out of. 1: read, 0: absent, or an error. */
-static int read_of_model(const char *folder, const char *name, char **bytes, size_t *n)
-{
-    char path[PATH_MAX];
-    int fd;
-    int rc = model_folder_open(folder, name, &fd);
-    if (rc <= 0)
-        return rc;
-    (void)snprintf(path, sizeof path, "%s/%s", folder, name); /* fits: it was opened */
-    return folder_read_fd(fd, path, COPIED_BYTES_MAX, bytes, n);
-}
-
 int export_check_folder(const char *model_folder)
 {
     for (size_t i = 0; i < N_COPIED; i++) {
@@ -186,8 +175,8 @@ int export_check_folder(const char *model_folder)
 static int copy_config(const struct export *e, const struct export_config *c)
 {
     char *json, *rewritten = NULL;
-    size_t n;
-    int rc = read_of_model(c->model_folder, CONFIG_NAME, &json, &n);
+    uint64_t n;
+    int rc = model_folder_read(c->model_folder, CONFIG_NAME, COPIED_BYTES_MAX, &json, &n);
     if (rc == 0)
         return error_set(ERROR_USER, "%s/" CONFIG_NAME ": expected, found no such file",
                          c->model_folder);
@@ -211,8 +200,8 @@ static int copy_config(const struct export *e, const struct export_config *c)
 static int copy_file(const struct export *e, const char *folder, const char *name)
 {
     char *bytes;
-    size_t n;
-    int rc = read_of_model(folder, name, &bytes, &n);
+    uint64_t n;
+    int rc = model_folder_read(folder, name, COPIED_BYTES_MAX, &bytes, &n);
     if (rc <= 0)
         return rc;
     rc = folder_write_file(e->temporary, name, bytes, n);
@@ -223,11 +212,9 @@ static int copy_file(const struct export *e, const char *folder, const char *nam
 /* The tokenizer that the run names in place of the model folder's: wherever that path leads. */
 static int copy_tokenizer(const struct export *e, const char *path)
 {
-    char *bytes, *folder = folder_parent(path);
-    size_t n;
-    const char *slash = strrchr(path, '/');
-    int rc = folder_read_file(folder, slash ? slash + 1 : path, COPIED_BYTES_MAX, &bytes, &n);
-    free(folder);
+    char *bytes;
+    uint64_t n;
+    int rc = model_file_read(path, COPIED_BYTES_MAX, &bytes, &n);
     if (rc == 0)
         return error_set(ERROR_USER, "%s: the tokenizer is gone", path);
     if (rc < 0)

@@ -95,55 +95,6 @@ int folder_write_file(const char *folder, const char *name, const void *bytes, s
     return rc;
 }
 
-static int read_fd(int fd, const char *path, char *bytes, size_t n)
-{
-    for (size_t done = 0; done < n;) {
-        ssize_t k = read(fd, bytes + done, n - done);
-        if (k < 0 && errno == EINTR)
-            continue;
-        if (k <= 0)
-            return error_set(ERROR_FAILED, "%s: read: %s", path,
-                             k < 0 ? strerror(errno) : "the file became shorter");
-        done += (size_t)k;
-    }
-    return 1;
-}
-
-int folder_read_fd(int fd, const char *path, size_t n_max, char **bytes, size_t *n)
-{
-    struct stat status;
-    int rc = 0;
-    if (fstat(fd, &status) < 0 || !S_ISREG(status.st_mode))
-        rc = error_set(ERROR_USER, "%s: expected a regular file", path);
-    else if ((uint64_t)status.st_size > n_max)
-        rc = error_set(ERROR_USER, "%s: expected at most %zu bytes, found %lld", path, n_max,
-                       (long long)status.st_size);
-    if (rc == 0) {
-        *n = (size_t)status.st_size;
-        *bytes = malloc(*n + 1);
-        CHECK(*bytes != NULL);
-        rc = read_fd(fd, path, *bytes, *n);
-        if (rc < 0)
-            free(*bytes);
-        else
-            (*bytes)[*n] = '\0';
-    }
-    (void)close(fd); /* opened for reading */
-    return rc;
-}
-
-int folder_read_file(const char *folder, const char *name, size_t n_max, char **bytes, size_t *n)
-{
-    char path[PATH_MAX];
-    (void)snprintf(path, sizeof path, "%s/%s", folder, name); /* too long: open says so */
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0 && errno == ENOENT)
-        return 0;
-    if (fd < 0)
-        return error_set(ERROR_USER, "%s: cannot open: %s", path, strerror(errno));
-    return folder_read_fd(fd, path, n_max, bytes, n);
-}
-
 int folder_has(const char *folder, const char *name)
 {
     char path[PATH_MAX];

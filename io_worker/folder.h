@@ -26,12 +26,6 @@ int folder_sync(const char *path);
 /* Writes folder/name and fsyncs it. -ERROR_FAILED. */
 int folder_write_file(const char *folder, const char *name, const void *bytes, size_t n);
 
-/* Reads folder/name, at most n_max bytes. 1: read, *bytes allocated; 0: absent; negative: error. */
-int folder_read_file(const char *folder, const char *name, size_t n_max, char **bytes, size_t *n);
-
-/* The same from a descriptor, which it closes; `path` for messages. 1 or an error. */
-int folder_read_fd(int fd, const char *path, size_t n_max, char **bytes, size_t *n);
-
 /* 1 when folder/name exists, whatever it is. */
 int folder_has(const char *folder, const char *name);
 

@@ -2,11 +2,13 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <inttypes.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "procs/check.h"
 #include "procs/error.h"
@@ -80,4 +82,70 @@ int model_folder_open(const char *folder, const char *name, int *fd)
     if (*fd < 0)
         return error_set(kind_of(errno), "%s: cannot open: %s", path, strerror(errno));
     return 1;
+}
+
+/* Exactly n; a file that shrinks meanwhile is an error, not a shorter text. */
+static int read_exactly(int fd, const char *path, char *bytes, uint64_t n)
+{
+    for (uint64_t done = 0; done < n;) {
+        ssize_t k = read(fd, bytes + done, n - done);
+        if (k < 0 && errno == EINTR)
+            continue;
+        if (k < 0)
+            return error_set(ERROR_FAILED, "%s: cannot read: %s", path, strerror(errno));
+        if (k == 0)
+            return error_set(ERROR_FAILED,
+                             "%s: expected %" PRIu64 " bytes, found %" PRIu64
+                             " (did it change while being read?)",
+                             path, n, done);
+        done += (uint64_t)k;
+    }
+    return 1;
+}
+
+static int read_open(int fd, const char *path, uint64_t bytes_max, char **bytes, uint64_t *n)
+{
+    struct stat status;
+    if (fstat(fd, &status) < 0)
+        return error_set(ERROR_FAILED, "%s: cannot stat: %s", path, strerror(errno));
+    if (!S_ISREG(status.st_mode))
+        return error_set(ERROR_USER, "%s: expected a regular file", path);
+    *n = (uint64_t)status.st_size;
+    if (*n > bytes_max)
+        return error_set(ERROR_USER, "%s: expected at most %" PRIu64 " bytes, found %" PRIu64, path,
+                         bytes_max, *n);
+    *bytes = malloc(*n + 1);
+    if (!*bytes)
+        return error_set(ERROR_FAILED, "%s: no memory for %" PRIu64 " bytes", path, *n);
+    (*bytes)[*n] = '\0';
+    int rc = read_exactly(fd, path, *bytes, *n);
+    if (rc < 0)
+        free(*bytes);
+    return rc;
+}
+
+int model_folder_read(const char *folder, const char *name, uint64_t bytes_max, char **bytes,
+                      uint64_t *n)
+{
+    char path[PATH_MAX];
+    int fd;
+    int rc = model_folder_open(folder, name, &fd);
+    if (rc <= 0)
+        return rc;
+    (void)snprintf(path, sizeof path, "%s/%s", folder, name); /* fits: it was opened */
+    rc = read_open(fd, path, bytes_max, bytes, n);
+    (void)close(fd); /* was only read */
+    return rc;
+}
+
+int model_file_read(const char *path, uint64_t bytes_max, char **bytes, uint64_t *n)
+{
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO is refused, not waited for */
+    if (fd < 0 && errno == ENOENT)
+        return 0;
+    if (fd < 0)
+        return error_set(kind_of(errno), "%s: cannot open: %s", path, strerror(errno));
+    int rc = read_open(fd, path, bytes_max, bytes, n);
+    (void)close(fd); /* was only read */
+    return rc;
 }

@@ -14,6 +14,8 @@
 #ifndef MODEL_FOLDER_FILE_H
 #define MODEL_FOLDER_FILE_H
 
+#include <stdint.h>
+
 /*
  * Opens folder/name for reading; never waits (a FIFO), so ask fstat() what it is. `name` has no
  * separator. Returns 1 and *fd, 0 when there is no such name (no error set).
@@ -21,5 +23,16 @@
  * permission; ERROR_FAILED for I/O.
  */
 int model_folder_open(const char *folder, const char *name, int *fd);
+
+/*
+ * Reads folder/name, a regular file of at most bytes_max bytes, whole: 1, with *bytes (*n, and a
+ * zero byte after them) allocated, freed by the caller; 0 and negative as above. ERROR_USER: not a
+ * regular file, larger; ERROR_FAILED: no memory, I/O, it shrinks meanwhile.
+ */
+int model_folder_read(const char *folder, const char *name, uint64_t bytes_max, char **bytes,
+                      uint64_t *n);
+
+/* The same of a file that the user named, wherever its path leads. */
+int model_file_read(const char *path, uint64_t bytes_max, char **bytes, uint64_t *n);
 
 #endif

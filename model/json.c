@@ -1,14 +1,11 @@
 #include "model/json.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "model/folder_file.h"
 #include "procs/error.h"
@@ -73,69 +70,32 @@ int model_json_parse(json_t **root, const char *text, uint64_t bytes, const char
     return 0;
 }
 
-/* Reads exactly `bytes`; a file that shrinks meanwhile is an error, not a shorter text. */
-static int read_whole(int fd, char *text, uint64_t bytes, const char *path)
-{
-    for (uint64_t done = 0; done < bytes;) {
-        ssize_t n = read(fd, text + done, bytes - done);
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n < 0)
-            return error_set(ERROR_FAILED, "%s: cannot read: %s", path, strerror(errno));
-        if (n == 0)
-            return error_set(ERROR_FAILED,
-                             "%s: expected %" PRIu64 " bytes, found %" PRIu64
-                             " (did it change while being read?)",
-                             path, bytes, done);
-        done += (uint64_t)n;
-    }
-    return 0;
-}
-
-static int load_open(json_t **root, int fd, const char *path, uint64_t bytes_max)
-{
-    struct stat st;
-    if (fstat(fd, &st) < 0)
-        return error_set(ERROR_FAILED, "%s: cannot stat: %s", path, strerror(errno));
-    if (!S_ISREG(st.st_mode))
-        return error_set(ERROR_USER, "%s: expected a regular file", path);
-    uint64_t bytes = (uint64_t)st.st_size;
-    if (bytes > bytes_max)
-        return error_set(ERROR_USER,
-                         "%s: expected at most %" PRIu64 " bytes of JSON, found %" PRIu64, path,
-                         bytes_max, bytes);
-    char *text = malloc(bytes + 1);
-    if (!text)
-        return error_set(ERROR_FAILED, "%s: no memory for %" PRIu64 " bytes", path, bytes);
-    int rc = read_whole(fd, text, bytes, path);
-    if (rc == 0)
-        rc = model_json_parse(root, text, bytes, path);
-    free(text);
-    return rc;
-}
-
 int model_json_load(json_t **root, const char *path, uint64_t bytes_max)
 {
+    char *text;
+    uint64_t bytes;
     *root = NULL;
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO is refused, not waited for */
-    if (fd < 0)
-        return error_set(ERROR_USER, "%s: cannot open: %s", path, strerror(errno));
-    int rc = load_open(root, fd, path, bytes_max);
-    (void)close(fd); /* was only read */
+    int rc = model_file_read(path, bytes_max, &text, &bytes);
+    if (rc == 0)
+        return error_set(ERROR_USER, "%s: cannot open: %s", path, strerror(ENOENT));
+    if (rc < 0)
+        return rc;
+    rc = model_json_parse(root, text, bytes, path);
+    free(text);
     return rc;
 }
 
 int model_json_load_in(json_t **root, const char *folder, const char *name, uint64_t bytes_max)
 {
-    char path[PATH_MAX];
-    int fd;
+    char path[PATH_MAX], *text;
+    uint64_t bytes;
     *root = NULL;
-    int rc = model_folder_open(folder, name, &fd);
+    int rc = model_folder_read(folder, name, bytes_max, &text, &bytes);
     if (rc <= 0)
         return rc;
     (void)snprintf(path, sizeof path, "%s/%s", folder, name); /* fits: it was opened */
-    rc = load_open(root, fd, path, bytes_max);
-    (void)close(fd); /* was only read */
+    rc = model_json_parse(root, text, bytes, path);
+    free(text);
     return rc < 0 ? rc : 1;
 }
 

@@ -80,12 +80,3 @@ void norm_push(struct norm_tree *tree, const float *g, uint64_t elements)
         norm_tree_push(tree, block_sum(g + at));
     isa_mode_leave(mode);
 }
-
-double norm_page(const float *g, uint64_t elements, uint64_t page_elements)
-{
-    CHECK(page_elements >= NORM_BLOCK_ELEMENTS && (page_elements & (page_elements - 1)) == 0);
-    CHECK(elements <= page_elements);
-    struct norm_tree tree = {.leaves = 0};
-    norm_push(&tree, g, elements);
-    return norm_tree_root(&tree);
-}

@@ -17,14 +17,11 @@
 enum { NORM_BLOCK_ELEMENTS = 4096, NORM_LANES = 32 };
 
 /*
- * Sum of squares of one page's gradient, `g` (elements) f32: the value of the page's aligned
- * subtree of page_elements / 4096 leaves, absent ones zero. `elements` is a multiple of 4096 and at
- * most page_elements, which is 4096 x 2^k (CHECK). NaN or Inf anywhere in `g` gives NaN or Inf.
+ * Piece by piece over one page's gradient: pushes the sums of squares of the blocks of `g`
+ * (elements) f32 on a tree that began as {.leaves = 0}. `elements` is a multiple of 4096 (CHECK).
+ * In the end norm_tree_root() is the page's value: that of its aligned subtree of 2^k leaves,
+ * absent ones zero. NaN or Inf anywhere in `g` gives NaN or Inf.
  */
-double norm_page(const float *g, uint64_t elements, uint64_t page_elements);
-
-/* The same piece by piece: pushes the blocks of `elements` more elements, a multiple of 4096, on a
- * tree that began as {.leaves = 0}. In the end norm_tree_root() is the page's value. */
 void norm_push(struct norm_tree *tree, const float *g, uint64_t elements);
 
 #endif

@@ -13,6 +13,7 @@
 #include "io_worker/folder.h"
 #include "io_worker/import.h"
 #include "model/config_dtype.h"
+#include "model/folder_file.h"
 #include "model/safetensors.h"
 #include "model/split.h"
 #include "model/weights.h"
@@ -212,8 +213,8 @@ static void sharded_sources_of_mixed_dtypes_keep_every_tensor(void **state)
 static void set_config_dtype(const char *folder, enum model_dtype dtype)
 {
     char *json, *changed;
-    size_t n;
-    assert_int_equal(folder_read_file(folder, "config.json", 1 << 20, &json, &n), 1);
+    uint64_t n;
+    assert_int_equal(model_folder_read(folder, "config.json", 1 << 20, &json, &n), 1);
     assert_int_equal(model_config_set_dtype(json, n, dtype, &changed, &n), 0);
     assert_int_equal(folder_write_file(folder, "config.json", changed, n), 0);
     free(changed);

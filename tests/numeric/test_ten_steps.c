@@ -95,8 +95,11 @@ static void state_close(struct layer_state *state)
 static double gradient_norm(const struct fixture *f)
 {
     double sum = 0;
-    for (uint32_t l = 0; l < f->layout.n_layers; l++)
-        sum += norm_page(f->gradients[l], f->layout.layers[l].elements, f->layout.page_elements);
+    for (uint32_t l = 0; l < f->layout.n_layers; l++) {
+        struct norm_tree tree = {.leaves = 0};
+        norm_push(&tree, f->gradients[l], f->layout.layers[l].elements);
+        sum += norm_tree_root(&tree);
+    }
     return sqrt(sum);
 }
 
