@@ -84,7 +84,7 @@ SIM := build/$(if $(COVERAGE),coverage-)sim
 SIM_PRODUCT := procs/fault.c procs/printable.c $(addprefix ipc/,message.c page_image.c plan.c ring.c segment.c topology.c worker.c) \
     $(addprefix model/,dtype.c layout.c random.c split.c tokenizer_bytes.c visits.c) \
     $(addprefix io_worker/,commit.c engine.c engine_sync.c exporter.c folder.c io.c main.c page_tables.c pager.c read_back.c slots.c \
-        start.c store.c store_scan.c takeover.c) \
+        start.c store.c store_create.c store_files.c store_pages.c store_recover.c store_scan.c store_superblock.c takeover.c) \
     $(addprefix gpu_worker/,buffers.c evaluate.c main.c schedule.c) $(wildcard opt_worker/*.c) \
     $(addprefix launcher/,child.c coordinator.c findings.c metrics.c restart.c run_dir.c run_lock.c schedule.c session.c size.c spike.c supervisor.c watchdog.c)
 SIM_HEADERS := $(wildcard $(addsuffix /*.h,$(FOLDERS)))

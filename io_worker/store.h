@@ -1,16 +1,20 @@
 /*
  * The files in `offload_dir`: where every version of every page is durable.
  *
- *     <directory 0>/superblock   two copies of 4 KiB: who this store belongs to, its geometry, its
- * state /slots        the slots of the pages that the stripe map gives to this directory /commit
- * digest tables and commit records (commit.h); directory 0 only <directory 1>/superblock /slots
+ *     superblock   in each directory: two copies of 4 KiB: who this store belongs to, its geometry
+ *
+ *     slots        in each directory: the slots of the pages that the stripe map gives to it
+ *
+ *     commit       in directory 0: digest tables and commit records (commit.h)
  *
  * Life:   (absent) -> ZEROING -> IMPORTING -> READY
  *
  *     ZEROING     files are being allocated and really written with zeros
+ *
  *     IMPORTING   all bytes exist and are durable; version 0 of the pages is being written
- *     READY       commit record 0 is durable. From here on no create, rename or truncate: no
- * metadata changes, no ENOSPC in the middle of a run
+ *
+ *     READY       commit record 0 is durable. From here on no create, rename or truncate, so no
+ *                 metadata changes and no ENOSPC in the middle of a run
  *
  * A store that is not READY holds nothing of value; the next start of the same run wipes and redoes
  * it. A store of another run, model, page size or dtype is refused with both values.
@@ -149,7 +153,7 @@ int store_check_table(const struct store *store, const struct page_entry *table)
 int store_verify_image(const struct store *store, const struct page_entry *entry,
                        const void *image);
 
-/* -- store_scan.c: whole-store work by streaming, for start-up and commands -- */
+/* -- store_recover.c and store_scan.c: the whole store read, for start-up and commands -- */
 
 /* Recovers: fdatasync of every file, all records, newest valid whose table and slots verify, else
  * its parent if that verifies entirely, else ERROR_FAILED with file, offset and instructions. Fills

@@ -1,4 +1,4 @@
-/* What store.c and store_scan.c share. Nobody else includes this. */
+/* What the store_*.c share. Nobody else includes this. */
 #ifndef IO_WORKER_STORE_INTERNAL_H
 #define IO_WORKER_STORE_INTERNAL_H
 
@@ -12,6 +12,10 @@ enum {
     SECTOR_BYTES = STORE_SUPERBLOCK_BYTES,
     SUPERBLOCK_COPIES = STORE_SUPERBLOCK_COPIES,
     STORE_NOTICE_BYTES = 2048,
+    PROGRESS_INTERVAL_MS = 100,
+    /* Readings, until what is not what was written counts as damage: a commit is at stake, and one
+     * may be spoilt on the way and the next one refused. */
+    RECOVERY_READS = 3,
 };
 
 struct superblock {
@@ -68,12 +72,52 @@ struct store {
     char notice[STORE_NOTICE_BYTES];
 };
 
+/* -- store_files.c -- */
+
+/* errno as an error: ERROR_USER where the user can help it. */
+int store_file_error(const char *path, const char *what);
+/* Opens file->path for reading and writing, or reading only where the options say so. 1: open, 0:
+ * absent, negative. */
+int store_file_open(const struct store *store, struct store_file *file, int flags);
+void store_file_close(struct store_file *file);
+/* The fence (store.h): 0 with the lock, ERROR_BUSY after the deadline, ERROR_STOPPED on request. */
+int store_file_lock(const struct store *store, const struct store_file *file);
+int store_file_check_size(const struct store_file *file, uint64_t expected);
+/* Makes the same descriptor direct where the file system can, so that the lock stays. */
+void store_file_make_direct(struct store *store, struct store_file *file);
+/* on_progress; ERROR_STOPPED when it wants to stop. */
+int store_report(const struct store *store, enum store_activity activity, uint64_t done,
+                 uint64_t total);
+/* Adds a line to the notice; `format` takes path and why. */
+void store_say(struct store *store, const char *format, const char *path, const char *why);
+
+/* -- store_superblock.c -- */
+
 /* The valid copies among the two of a superblock file. Bit i: copy i is valid. `newest` is filled
  * when any is. -ERROR_FAILED if the file cannot be read. */
 int store_superblock_load(const struct store_file *file, struct superblock *newest,
                           unsigned *valid_copies);
+/* The newest copy into directory->content. ERROR_FAILED: none is valid, or not of this version. */
+int store_superblock_read(struct store_directory *directory);
+/* What the options and the store's map say, into the content of directory d. */
+void store_superblock_fill(struct store *store, unsigned d, enum store_state state);
+int store_superblock_write(struct store_directory *directory, int fd);
+/* Writes `state` to all directories; durable on return (O_DSYNC). */
+int store_set_state(struct store *store, enum store_state state);
 
-/* -- store_scan.c: the pieces of recovery and verification, for scrub.c -- */
+/* -- store_pages.c -- */
+
+/* Fills page_directories, page_offsets and each directory's slots_bytes from the weights. */
+void store_map_pages(struct store *store);
+/* Shapes, and what else of the configuration determines what is computed. */
+struct page_digest store_digest_model(const struct model_layout *layout);
+
+/* -- store.c -- */
+
+int store_open_engine(struct store *store, const struct engine_region *regions, unsigned n_regions);
+
+/* -- store_recover.c and store_scan.c: the pieces of recovery and verification, for scrub.c too --
+ */
 
 /* What a damage report needs. */
 struct store_damage_sink {
@@ -109,7 +153,8 @@ int store_table_load(struct store *store, const struct commit_record *record,
                      struct page_entry *table);
 
 /* All pages of the table; those that `known` (may be NULL) names alike are left out. A page that
- * fails is read once more before it counts as damaged. 0 (see sink->count) or ERROR_STOPPED. */
+ * fails is read RECOVERY_READS times in all before it counts as damaged. 0 (see sink->count) or
+ * ERROR_STOPPED. */
 int store_pages_verify(struct store *store, const struct page_entry *table,
                        const struct page_entry *known, struct store_damage_sink *sink);
 

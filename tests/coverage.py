@@ -15,7 +15,7 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FILES = ["ipc/ring.c", "io_worker/page_tables.c", "io_worker/takeover.c", "io_worker/commit.c", "io_worker/slots.c",
-         "io_worker/read_back.c", "io_worker/store_scan.c", "io_worker/pager.c", "launcher/supervisor.c",
+         "io_worker/read_back.c", "io_worker/store_recover.c", "io_worker/store_scan.c", "io_worker/pager.c", "launcher/supervisor.c",
          "launcher/restart.c", "launcher/watchdog.c", "launcher/coordinator.c", "launcher/session.c"]
 KINDS = ("unit", "ring", "io")
 SCHEDULES = 3000

@@ -166,8 +166,11 @@ TARGETED = {
     "io_worker/commit.c": "page_entry_valid page_entry_seal commit_table_fill fill_overlap commit_record_verify "
                           "commit_state_hash commit_begin",
     "io_worker/store.c": "store_open open_existing common_state missing_superblock read_superblocks refuse_other_run "
-                         "superblock_read store_superblock_load open_ready compare_geometry compare_run map_pages "
-                         "adopt_file adopt_files file_check_size store_check_entry check_entry_parts store_verify_image",
+                         "open_ready compare_geometry compare_run adopt_file adopt_files",
+    "io_worker/store_superblock.c": "store_superblock_read store_superblock_load",
+    "io_worker/store_files.c": "store_file_check_size",
+    "io_worker/store_pages.c": "store_map_pages store_check_entry check_entry_parts store_verify_image",
+    "io_worker/store_recover.c": "",
     "io_worker/store_scan.c": "",
     "io_worker/page_tables.c": "page_tables_adopt state_is_good check_table start_forming publish free_place",
     "io_worker/data.c": "",
