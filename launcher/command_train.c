@@ -104,7 +104,6 @@ static int train(struct launcher *l, const struct supervisor_job *job)
     return rc;
 }
 
-/* Samples are for the byte tokenizer; plan_build() says so of others. */
 static int encode_samples(struct launcher *l, const struct plan_request *request,
                           struct prompts *prompts)
 {
@@ -131,7 +130,7 @@ int command_train(const struct arguments *a)
         job.request.prompts = (const char *const *)l.config.eval_sample_prompts.items;
         job.request.n_prompts = l.config.eval_sample_prompts.count;
         job.request.max_new_tokens = l.config.eval_sample_tokens;
-        job.request.encoded = &prompts;
+        job.request.encoded = l.sample_prompts = &prompts;
         rc = encode_samples(&l, &job.request, &prompts);
     }
     if (rc == 0)

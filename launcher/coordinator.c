@@ -13,10 +13,10 @@
 #include "launcher/metrics.h"
 #include "launcher/progress.h"
 #include "launcher/restart.h"
+#include "launcher/samples.h"
 #include "launcher/session.h"
 #include "launcher/size.h"
 #include "launcher/step_line.h"
-#include "model/tokenizer_bytes.h"
 #include "procs/check.h"
 #include "procs/clock.h"
 #include "procs/error.h"
@@ -158,6 +158,7 @@ static void set_counters(struct launcher *l)
     c->begun = io->resume_step;
     c->t = io->resume_t;
     c->evaluating = 0;
+    samples_drop(l);
     c->window.count = io->spike_count;
     memcpy(c->window.loss, io->spike_loss, sizeof c->window.loss);
     memcpy(c->window.norm, io->spike_norm, sizeof c->window.norm);
@@ -218,6 +219,7 @@ int coordinator_begin(struct launcher *l)
 
 void coordinator_end(struct launcher *l)
 {
+    samples_drop(l);
     free(l->coordinator.page_sums);
     free(l->coordinator.layer_sums);
     l->coordinator.page_sums = l->coordinator.layer_sums = NULL;
@@ -541,24 +543,6 @@ static void tell_evaluation(struct launcher *l, uint64_t step)
                  (unsigned long long)step, loss, exp(loss), tokens);
 }
 
-static void tell_samples(struct launcher *l, uint64_t step)
-{
-    struct generated *g = segment_region(&l->session.segment, REGION_GENERATED, 0);
-    char text[4096], quoted[8192], fields[12288];
-    for (uint64_t p = 0; p < g->prompts; p++) {
-        size_t n = 0;
-        for (uint64_t i = 0; i < generated_counts(g)[p] && n + 8 < sizeof text; i++)
-            n += tokenizer_bytes_decode(generated_tokens(g, p)[i], text + n);
-        text[n] = '\0';
-        const char *prompt = l->config.eval_sample_prompts.items[p];
-        progress_say(l->progress, "sample: %s|%s", prompt, text);
-        (void)snprintf(fields, sizeof fields, ", \"step\": %llu, \"prompt\": %llu, \"text\": %s",
-                       (unsigned long long)step, (unsigned long long)p,
-                       metrics_quote(quoted, sizeof quoted, text));
-        metrics_event(l->metrics, "sample", fields);
-    }
-}
-
 /* Without validation data an evaluation is samples alone. */
 static int has_validation(const struct launcher *l)
 {
@@ -596,8 +580,12 @@ static int evaluate(struct launcher *l)
     }
     if (fact(&s->gpu->generated) < drawn)
         return 1;
-    if (l->config.eval_sample_prompts.count)
-        tell_samples(l, step);
+    if (c->evaluating == 2 && l->config.eval_sample_prompts.count) {
+        c->evaluating = 3;
+        samples_begin(l, step);
+    }
+    if (c->evaluating == 3 && samples_turn(l))
+        return 1;
     c->evaluating = 0;
     c->evaluated = step;
     return 0;

@@ -88,7 +88,7 @@ struct coordinator {
     int paused;          /* step lines wait for room on the disk */
     uint64_t given_up;   /* newest export that is known to have failed */
     uint64_t evaluated;  /* newest step evaluated by this launcher */
-    int evaluating;      /* 0 no, 1 validation loss, 2 samples */
+    int evaluating;      /* 0 no, 1 validation loss, 2 samples, 3 they are decoded */
     uint64_t step_begin_ns; /* when the step before was complete */
     double step_s, mean_step_s;
     uint64_t wait_base[LAUNCHER_CHILDREN_MAX][RING_COUNT]; /* wait_ns at the last step line */
@@ -125,6 +125,8 @@ struct launcher {
     struct coordinator coordinator;
     struct metrics *metrics;
     struct progress *progress;
+    const struct prompts *sample_prompts; /* eval.sample_prompts as ids */
+    struct samples *samples;              /* of the evaluation under way, or NULL */
     int signal_fd;
     int finished;       /* the last step of the run is committed */
     int stop_requested; /* `mtlaunch stop`: finish the step */

@@ -108,10 +108,6 @@ static int check_model(const struct config *c, const struct model_layout *layout
                         (unsigned long long)m->max_position);
         return error_hint("shorten seq_len, or extend the model with rope_scaling");
     }
-    if (c->eval_sample_prompts.count && !tokenizer_is_bytes(c))
-        return error_set(ERROR_USER,
-                         "[eval] sample_prompts: this build samples text with tokenizer = "
-                         "\"bytes\" only");
     return 0;
 }
 

@@ -207,28 +207,96 @@ static void decode_bytes(struct reply *r, struct generated *g)
                 tokenizer_bytes_decode(generated_tokens(g, p)[i], r->texts[p] + r->bytes[p]);
 }
 
+static void open_texts(struct reply *r, struct generated *g)
+{
+    for (uint64_t p = 0; p < r->n; p++) {
+        r->bytes[p] = 0;
+        r->texts[p] = calloc(generated_counts(g)[p] + 1, 1);
+        CHECK(r->texts[p] != NULL);
+    }
+}
+
+static int begin_decoding(struct job *j, const struct launcher *l, const struct prompts *prompts,
+                          struct generated *g)
+{
+    if (begin_job(j, l, "decode") < 0)
+        return -(int)error_kind_now();
+    for (uint64_t p = 0; p < prompts->n; p++) {
+        put_ids(j->file, "prompt", prompts->ids + prompts->first[p],
+                (uint64_t)(prompts->first[p + 1] - prompts->first[p]));
+        put_ids(j->file, "ids", generated_tokens(g, p), generated_counts(g)[p]);
+    }
+    return 0;
+}
+
 int prompts_decode(struct launcher *l, const struct prompts *prompts, struct generated *g,
                    char **texts, uint64_t *bytes)
 {
     struct reply r = {.l = l, .texts = texts, .bytes = bytes, .n = prompts->n};
     struct job j;
-    for (uint64_t p = 0; p < prompts->n; p++) {
-        bytes[p] = 0;
-        texts[p] = calloc(generated_counts(g)[p] + 1, 1);
-        CHECK(texts[p] != NULL);
-    }
+    open_texts(&r, g);
     if (is_bytes(l)) {
         decode_bytes(&r, g);
         return 0;
     }
-    if (begin_job(&j, l, "decode") < 0)
-        return -(int)error_kind_now();
-    for (uint64_t p = 0; p < prompts->n; p++) {
-        put_ids(j.file, "prompt", prompts->ids + prompts->first[p],
-                (uint64_t)(prompts->first[p + 1] - prompts->first[p]));
-        put_ids(j.file, "ids", generated_tokens(g, p), generated_counts(g)[p]);
-    }
-    return run_job(&j, &r);
+    return begin_decoding(&j, l, prompts, g) < 0 ? -(int)error_kind_now() : run_job(&j, &r);
+}
+
+/* -- decoding while something else goes on -- */
+
+struct decoding {
+    struct reply reply;
+    struct tokenizer_child *child; /* NULL: bytes */
+};
+
+static int start_job(struct job *j, struct decoding *d)
+{
+    struct tokenizer_reply reply = {.take = on_reply, .context = &d->reply};
+    CHECK(fclose(j->file) == 0); /* memory */
+    int rc = tokenizer_start(&d->child, d->reply.l, &j->place, j->text, j->bytes, &reply);
+    free(j->text);
+    return rc;
+}
+
+int prompts_decode_begin(struct decoding **decoding, struct launcher *l,
+                         const struct prompts *prompts, struct generated *g, char **texts,
+                         uint64_t *bytes)
+{
+    struct decoding *d = calloc(1, sizeof *d);
+    struct job j;
+    int rc = 0;
+    CHECK(d != NULL);
+    d->reply = (struct reply){.l = l, .texts = texts, .bytes = bytes, .n = prompts->n};
+    open_texts(&d->reply, g);
+    if (is_bytes(l))
+        decode_bytes(&d->reply, g);
+    else if ((rc = begin_decoding(&j, l, prompts, g)) == 0)
+        rc = start_job(&j, d);
+    if (rc < 0)
+        free(d);
+    else
+        *decoding = d;
+    return rc;
+}
+
+int prompts_decode_turn(struct decoding **decoding)
+{
+    struct decoding *d = *decoding;
+    int rc = d->child ? tokenizer_turn(&d->child) : 0;
+    if (rc == 1 && d->reply.rc == 0)
+        return 1;
+    rc = rc < 0 ? rc : d->reply.rc;
+    prompts_decode_drop(decoding);
+    return rc;
+}
+
+void prompts_decode_drop(struct decoding **decoding)
+{
+    if (!*decoding)
+        return;
+    tokenizer_kill(&(*decoding)->child);
+    free(*decoding);
+    *decoding = NULL;
 }
 
 void prompts_free(struct prompts *prompts)

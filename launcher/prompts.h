@@ -29,6 +29,16 @@ int prompts_encode(struct launcher *l, const char *const *texts, uint64_t n, str
 int prompts_decode(struct launcher *l, const struct prompts *prompts, struct generated *generated,
                    char **texts, uint64_t *bytes);
 
+/* The same without waiting: begun, then turn after turn. `texts` and `bytes` outlive it and are the
+ * caller's to free however it ends. */
+struct decoding;
+int prompts_decode_begin(struct decoding **decoding, struct launcher *l,
+                         const struct prompts *prompts, struct generated *generated, char **texts,
+                         uint64_t *bytes);
+/* 1: it goes on; 0: the texts are there; negative: it failed. Unless 1, *decoding is NULL. */
+int prompts_decode_turn(struct decoding **decoding);
+void prompts_decode_drop(struct decoding **decoding); /* may be NULL */
+
 void prompts_free(struct prompts *prompts);
 
 #endif

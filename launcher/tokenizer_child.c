@@ -29,9 +29,9 @@ struct lines {
     char text[LINE_BYTES];
 };
 
-struct child_life {
+struct tokenizer_child {
     struct launcher *l;
-    const struct tokenizer_reply *reply; /* NULL: no answer is expected */
+    struct tokenizer_reply reply;
     pid_t pid;
     struct lines out, err;
     uint64_t heard_ns; /* when it last said something */
@@ -113,7 +113,7 @@ static size_t split(char *line, char *fields[FIELDS_MAX])
     return n;
 }
 
-static void on_said(struct child_life *life, char *line)
+static void on_said(struct tokenizer_child *life, char *line)
 {
     char *f[FIELDS_MAX] = {0};
     size_t n = split(line, f);
@@ -121,8 +121,8 @@ static void on_said(struct child_life *life, char *line)
     if (n == 3 && strcmp(f[0], "progress") == 0) {
         progress_activity(life->l->progress, ACTIVITY_TOKENIZING, strtoull(f[1], NULL, 10),
                           strtoull(f[2], NULL, 10));
-    } else if (n == 3 && life->reply) {
-        life->reply->take(life->reply->context, f[0], strtoull(f[1], NULL, 10), f[2]);
+    } else if (n == 3 && life->reply.take) {
+        life->reply.take(life->reply.context, f[0], strtoull(f[1], NULL, 10), f[2]);
     } else if (n == 4 && strcmp(f[0], "error") == 0) {
         int status = atoi(f[1]);
         life->refused = status >= ERROR_FAILED && status <= ERROR_FIT ? status : ERROR_FAILED;
@@ -133,7 +133,7 @@ static void on_said(struct child_life *life, char *line)
     }
 }
 
-static void on_complained(struct child_life *life, char *line)
+static void on_complained(struct tokenizer_child *life, char *line)
 {
     if (!*line)
         return;
@@ -141,9 +141,9 @@ static void on_complained(struct child_life *life, char *line)
     log_line(LOG_WARN, "tokenizer: %s", line);
 }
 
-typedef void on_line(struct child_life *life, char *line);
+typedef void on_line(struct tokenizer_child *life, char *line);
 
-static void take_text(struct child_life *life, struct lines *lines, const char *text, size_t n,
+static void take_text(struct tokenizer_child *life, struct lines *lines, const char *text, size_t n,
                       on_line *act)
 {
     for (size_t i = 0; i < n; i++) {
@@ -158,17 +158,15 @@ static void take_text(struct child_life *life, struct lines *lines, const char *
     }
 }
 
-/* Closes the pipe at its end, and what is left of a line counts. */
-static void take(struct child_life *life, struct lines *lines, on_line *act)
+/* All that is there. Closes the pipe at its end, and what is left of a line counts. */
+static void take(struct tokenizer_child *life, struct lines *lines, on_line *act)
 {
     char text[4096];
-    ssize_t n = read(lines->fd, text, sizeof text);
-    if (n < 0 && (errno == EINTR || errno == EAGAIN))
-        return;
-    if (n > 0) {
+    ssize_t n = 0;
+    while (lines->fd >= 0 && (n = read(lines->fd, text, sizeof text)) > 0)
         take_text(life, lines, text, (size_t)n, act);
+    if (lines->fd < 0 || (n < 0 && (errno == EINTR || errno == EAGAIN)))
         return;
-    }
     if (lines->used)
         take_text(life, lines, "\n", 1, act);
     (void)close(lines->fd); /* a pipe that was read to its end */
@@ -209,7 +207,7 @@ static int job_file(const char *job, size_t n)
     return error_set(ERROR_FAILED, "memfd of %zu bytes: %s", n, strerror(errno));
 }
 
-static int start(struct child_life *life, const struct tokenizer_place *place, int job)
+static int start(struct tokenizer_child *life, const struct tokenizer_place *place, int job)
 {
     int out[2], err[2];
     if (pipe2(out, O_CLOEXEC) < 0)
@@ -229,6 +227,8 @@ static int start(struct child_life *life, const struct tokenizer_place *place, i
     (void)close(err[1]);
     life->out.fd = out[0];
     life->err.fd = err[0];
+    (void)fcntl(out[0], F_SETFL, O_NONBLOCK); /* our ends: cannot fail */
+    (void)fcntl(err[0], F_SETFL, O_NONBLOCK);
     if (life->pid < 0)
         return error_set(ERROR_FAILED, "fork: %s", strerror(code));
     (void)setpgid(life->pid, life->pid); /* whoever comes first: it or we */
@@ -245,33 +245,13 @@ static int check_signal(const struct launcher *l)
     return error_hint("files that are done stay in the cache; start again to go on");
 }
 
-static int check_silence(const struct child_life *life)
+static int check_silence(const struct tokenizer_child *life)
 {
     uint64_t silent = clock_now_ns() - life->heard_ns;
     if (!life->l->config.run_watchdog || silent < TOKENIZER_SILENCE_S * 1000000000ull)
         return 0;
     return error_set(ERROR_FAILED, "the tokenizer (pid %d) has said nothing for %d s",
                      (int)life->pid, TOKENIZER_SILENCE_S);
-}
-
-/* Until it has closed its output: 0, or why it is to be ended. */
-static int listen_to(struct child_life *life)
-{
-    int rc = 0;
-    while (rc == 0 && (life->out.fd >= 0 || life->err.fd >= 0)) {
-        struct pollfd fds[] = {{.fd = life->out.fd, .events = POLLIN},
-                               {.fd = life->err.fd, .events = POLLIN},
-                               {.fd = life->l->signal_fd, .events = POLLIN}};
-        (void)poll(fds, 3, POLL_MS); /* whatever woke us, all is looked at */
-        if (fds[0].revents)
-            take(life, &life->out, on_said);
-        if (fds[1].revents)
-            take(life, &life->err, on_complained);
-        rc = check_signal(life->l);
-        if (rc == 0)
-            rc = check_silence(life);
-    }
-    return rc;
 }
 
 static void close_pipe(struct lines *lines)
@@ -281,21 +261,17 @@ static void close_pipe(struct lines *lines)
     lines->fd = -1;
 }
 
-/* The whole group: it leaves nothing behind. Its status as waitpid() gives it. */
-static int end(struct child_life *life, int kill_now)
+/* Its workers end with it: none may be left of the group. */
+static void bury(struct tokenizer_child **child)
 {
-    int status = 0;
-    if (kill_now)
-        (void)kill(-life->pid, SIGKILL);
-    while (waitpid(life->pid, &status, 0) < 0 && errno == EINTR)
-        ;
-    (void)kill(-life->pid, SIGKILL); /* its workers end with it; none may be left */
-    close_pipe(&life->out);
-    close_pipe(&life->err);
-    return status;
+    (void)kill(-(*child)->pid, SIGKILL);
+    close_pipe(&(*child)->out);
+    close_pipe(&(*child)->err);
+    free(*child);
+    *child = NULL;
 }
 
-static int judge(const struct child_life *life, int status)
+static int judge(const struct tokenizer_child *life, int status)
 {
     if (life->refused) {
         (void)error_set((enum error_kind)life->refused, "%s", life->error);
@@ -312,26 +288,81 @@ static int judge(const struct child_life *life, int status)
     return error_hint("files that are done stay in the cache; start again to go on");
 }
 
-int tokenizer_run(struct launcher *l, const struct tokenizer_place *place, const char *job,
-                  size_t n, const struct tokenizer_reply *reply)
+int tokenizer_start(struct tokenizer_child **child, struct launcher *l,
+                    const struct tokenizer_place *place, const char *job, size_t n,
+                    const struct tokenizer_reply *reply)
 {
-    struct child_life *life = calloc(1, sizeof *life);
+    struct tokenizer_child *life = calloc(1, sizeof *life);
     if (!life)
         return error_set(ERROR_FAILED, "out of memory");
-    *life = (struct child_life){.l = l, .reply = reply, .out.fd = -1, .err.fd = -1};
+    life->l = l;
+    life->out.fd = life->err.fd = -1;
+    if (reply)
+        life->reply = *reply;
     int fd = job_file(job, n);
     int rc = fd < 0 ? fd : start(life, place, fd);
     if (fd >= 0)
         (void)close(fd); /* the child has its own */
-    if (rc == 0) {
-        log_line(LOG_DEBUG, "tokenizer started, pid %d", (int)life->pid);
-        rc = listen_to(life);
-        int status = end(life, rc < 0);
-        if (rc == 0)
-            rc = judge(life, status);
+    if (rc < 0) {
+        close_pipe(&life->out);
+        close_pipe(&life->err);
+        free(life);
+        return rc;
     }
-    close_pipe(&life->out);
-    close_pipe(&life->err);
-    free(life);
+    log_line(LOG_DEBUG, "tokenizer started, pid %d", (int)life->pid);
+    *child = life;
+    return 0;
+}
+
+int tokenizer_turn(struct tokenizer_child **child)
+{
+    struct tokenizer_child *life = *child;
+    int status;
+    take(life, &life->out, on_said);
+    take(life, &life->err, on_complained);
+    if (life->out.fd < 0 && life->err.fd < 0 && waitpid(life->pid, &status, WNOHANG) == life->pid) {
+        int rc = judge(life, status);
+        bury(child);
+        return rc;
+    }
+    int rc = check_silence(life);
+    if (rc < 0)
+        tokenizer_kill(child);
+    return rc < 0 ? rc : 1;
+}
+
+void tokenizer_kill(struct tokenizer_child **child)
+{
+    if (!*child)
+        return;
+    (void)kill(-(*child)->pid, SIGKILL);
+    while (waitpid((*child)->pid, NULL, 0) < 0 && errno == EINTR)
+        ;
+    bury(child);
+}
+
+static void wait_for(const struct tokenizer_child *life)
+{
+    struct pollfd fds[] = {{.fd = life->out.fd, .events = POLLIN},
+                           {.fd = life->err.fd, .events = POLLIN},
+                           {.fd = life->l->signal_fd, .events = POLLIN}};
+    (void)poll(fds, 3, POLL_MS); /* whatever woke us, all is looked at */
+}
+
+int tokenizer_run(struct launcher *l, const struct tokenizer_place *place, const char *job,
+                  size_t n, const struct tokenizer_reply *reply)
+{
+    struct tokenizer_child *child;
+    int rc = tokenizer_start(&child, l, place, job, n, reply);
+    if (rc < 0)
+        return rc;
+    do {
+        wait_for(child);
+        if (check_signal(l) < 0) {
+            tokenizer_kill(&child);
+            return -ERROR_STOPPED;
+        }
+        rc = tokenizer_turn(&child);
+    } while (rc > 0);
     return rc;
 }

@@ -33,8 +33,21 @@ struct tokenizer_reply {
     void *context;
 };
 
-/* Runs it on `job` (n bytes, the program's standard input) to its end. `reply`: NULL when none is
- * expected. */
+/* Starts it on `job` (n bytes, the program's standard input). `reply`: NULL when none is expected.
+ */
+struct tokenizer_child;
+int tokenizer_start(struct tokenizer_child **child, struct launcher *l,
+                    const struct tokenizer_place *place, const char *job, size_t n,
+                    const struct tokenizer_reply *reply);
+
+/* What it has said since; never waits. 1: it goes on. 0: it has ended well. Negative: it has
+ * failed, or was silent for too long. Unless 1, it is gone and *child is NULL. */
+int tokenizer_turn(struct tokenizer_child **child);
+
+/* Ends it wherever it is; *child may be NULL. */
+void tokenizer_kill(struct tokenizer_child **child);
+
+/* All of that to its end. ERROR_STOPPED: a signal to the launcher. */
 int tokenizer_run(struct launcher *l, const struct tokenizer_place *place, const char *job,
                   size_t n, const struct tokenizer_reply *reply);
 

@@ -184,7 +184,8 @@ int watchdog_nothing_moves(struct launcher *l)
     if (l->session.plan->mode != PLAN_TRAIN)
         return 0;
     uint64_t moved = movement(l);
-    if (moved != l->moved || l->moved_ns == 0 || l->coordinator.paused || anybody_busy(l)) {
+    if (moved != l->moved || l->moved_ns == 0 || l->coordinator.paused || l->samples ||
+        anybody_busy(l)) {
         l->moved = moved;
         l->moved_ns = now;
     }

@@ -19,6 +19,7 @@
 #include "launcher/metrics.h"
 #include "launcher/plan_build.h"
 #include "launcher/progress.h"
+#include "launcher/samples.h"
 #include "launcher/step_line.h"
 #include "model/split.h"
 #include "procs/log.h"
@@ -626,6 +627,23 @@ void layers_embedding_backward(struct layers *l, float *gradients, const struct 
 }
 
 /* -- generation: not simulated -- */
+
+void samples_begin(struct launcher *l, uint64_t step)
+{
+    (void)l;
+    (void)step;
+}
+
+int samples_turn(struct launcher *l)
+{
+    (void)l;
+    return 0;
+}
+
+void samples_drop(struct launcher *l)
+{
+    (void)l;
+}
 
 int generate_open(struct gpu *g)
 {

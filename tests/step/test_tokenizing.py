@@ -329,8 +329,6 @@ def a_model_that_learned_a_text_says_it_again(t):
     equal(mtlaunch("generate", run.dir, "--prompt", "alpha", "--max-new-tokens", "0", status=DONE).out, "alpha\n", "0 tokens")
     long = mtlaunch("generate", run.dir, "--prompt", "alpha " * 4000, status=USER)
     check("positions, the model has 4096" in long.err, long.err)
-    samples_too = run.ok("--eval.interval=10", '--eval.sample_prompts=["a"]', status=USER)
-    check("[eval] sample_prompts" in samples_too.err, samples_too.err)
 
 
 # -- the environment --
