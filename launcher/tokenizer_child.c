@@ -352,17 +352,15 @@ static void wait_for(const struct tokenizer_child *life)
 int tokenizer_run(struct launcher *l, const struct tokenizer_place *place, const char *job,
                   size_t n, const struct tokenizer_reply *reply)
 {
-    struct tokenizer_child *child;
+    struct tokenizer_child *child = NULL;
     int rc = tokenizer_start(&child, l, place, job, n, reply);
-    if (rc < 0)
-        return rc;
-    do {
+    while (child) {
         wait_for(child);
         if (check_signal(l) < 0) {
             tokenizer_kill(&child);
             return -ERROR_STOPPED;
         }
         rc = tokenizer_turn(&child);
-    } while (rc > 0);
+    }
     return rc;
 }
