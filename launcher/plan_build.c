@@ -26,6 +26,7 @@ enum {
     STEP_TOKENS_LOG2_MAX =
         40,             /* per step: their ids alone take 16 TB; keeps every sum below in 64 bits */
     THREADS_MAX = 1024, /* what the CPU device takes; also the limit of memory.threads */
+    PAGE_ELEMENTS_HINT_MIN = 1 << 18,  /* smaller pages cost more requests than they save */
     CODE_BYTES_PER_PROCESS = 24 << 20, /* stacks, libraries' data, BLAS buffers: not pools */
 };
 
@@ -349,8 +350,50 @@ static int set_identity(struct plan *plan, const struct launcher *l)
     return 0;
 }
 
+/* Elements of all frames of weights, which are as large as the largest page each. */
+static uint64_t framed_elements(const struct model_layout *layout, uint64_t page_elements)
+{
+    uint64_t pages = 0, largest = 0;
+    for (uint32_t i = 0; i < layout->n_layers; i++) {
+        uint64_t elements = layout->layers[i].elements;
+        uint64_t page = elements < page_elements ? elements : page_elements;
+        pages += (elements + page_elements - 1) / page_elements;
+        largest = page > largest ? page : largest;
+    }
+    return pages * largest;
+}
+
+/* A layer's last page is short, its frame is not: of many small layers (experts), much is lost.
+ * Halves the page while that gains a tenth of all; 0 when nothing is to be gained. */
+static uint64_t better_page_elements(const struct model_layout *layout)
+{
+    uint64_t now = framed_elements(layout, layout->page_elements), best = 0;
+    for (uint64_t page = layout->page_elements / 2; page >= PAGE_ELEMENTS_HINT_MIN; page /= 2)
+        if (framed_elements(layout, page) < now - now / 10) {
+            now = framed_elements(layout, page);
+            best = page;
+        }
+    return best;
+}
+
+static int hint_of_budget(const struct plan *plan, const struct model_layout *layout)
+{
+    uint64_t page = better_page_elements(layout);
+    if (plan->mode != PLAN_TRAIN || page == 0)
+        return error_hint("this build keeps weights and gradients in RAM: a budget smaller than "
+                          "the model needs paging of both");
+    uint64_t saved =
+        (framed_elements(layout, layout->page_elements) - framed_elements(layout, page)) *
+        (plan->bf16 ? 6 : 8);
+    char text[SIZE_TEXT_BYTES_MAX];
+    return error_hint("a run that begins with [memory] page_elements = %llu needs %s less: its "
+                      "layers fill pages of %llu badly",
+                      (unsigned long long)page, size_format(text, sizeof text, saved),
+                      (unsigned long long)layout->page_elements);
+}
+
 /* What the budget leaves for the device after the segment and the processes themselves. */
-static int set_budget(struct plan *plan, const struct config *c)
+static int set_budget(struct plan *plan, const struct config *c, const struct model_layout *layout)
 {
     char shared[SIZE_TEXT_BYTES_MAX], other[SIZE_TEXT_BYTES_MAX], limit[SIZE_TEXT_BYTES_MAX];
     uint64_t budget = c->memory_max_ram == CONFIG_AUTO ? machine_ram_budget() : c->memory_max_ram;
@@ -364,9 +407,7 @@ static int set_budget(struct plan *plan, const struct config *c)
                         size_format(shared, sizeof shared, plan->segment_bytes),
                         size_format(other, sizeof other, processes + exporter),
                         size_format(limit, sizeof limit, budget));
-        return error_hint(
-            "this build keeps weights and gradients in RAM: a budget smaller than the model "
-            "needs paging of both");
+        return hint_of_budget(plan, layout);
     }
     plan->device_bytes_max = budget - fixed;
     return 0;
@@ -422,7 +463,7 @@ int plan_build(struct plan **out, const struct launcher *l, const struct plan_re
         set_pools(plan, &l->layout);
         set_rings(plan, &l->layout);
         plan_place_regions(plan, &l->layout);
-        rc = set_budget(plan, c);
+        rc = set_budget(plan, c, &l->layout);
     }
     if (rc < 0) {
         free(plan);

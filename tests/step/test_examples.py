@@ -110,4 +110,21 @@ def a_config_of_another_shape_is_noticed(t):
     check(False, str(result))
 
 
+@test
+def pages_that_small_layers_fill_badly_are_told_with_what_better_ones_save(t):
+    folder = os.path.join(EXAMPLES, "qwen3_moe", "Qwen3-30B-A3B")
+
+    def needed(page_elements):
+        result = validate(t, folder, "--memory.page_elements=%d" % page_elements, "--memory.max_ram=8GB")
+        equal(result.status, 3, str(result))
+        return shared_memory_of(str(result)), str(result)
+
+    wasteful, text = needed(4 << 20)
+    page, amount, unit = re.search(r"\[memory\] page_elements = ([0-9]+) needs ([0-9.]+) ([MGT]B) less", text).groups()
+    better, text = needed(int(page))
+    check("page_elements" not in text, text)
+    saved = float(amount) * UNITS[unit]
+    check(abs(wasteful - better - saved) < 0.02 * saved, "%g bytes, then %g; %g were promised" % (wasteful, better, saved))
+
+
 main()
