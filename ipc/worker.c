@@ -229,7 +229,7 @@ static int must_leave(struct worker *w)
     return 0;
 }
 
-int worker_check(struct worker *w)
+static int look(struct worker *w)
 {
     beat(w);
     int rc = must_leave(w);
@@ -237,6 +237,13 @@ int worker_check(struct worker *w)
                        w->segment.generation)
         rc = error_set(ERROR_ABANDONED, "another worker died");
     return rc == 0 ? segment_check_rings(&w->segment) : rc;
+}
+
+int worker_check(struct worker *w)
+{
+    uint64_t turns = atomic_load_explicit(&w->self->turns, memory_order_relaxed);
+    atomic_store_explicit(&w->self->turns, turns + 1, memory_order_relaxed); /* one writer */
+    return look(w);
 }
 
 /* Messages only wake: what they say stands in shared memory. */
@@ -276,7 +283,7 @@ static int doze(struct worker *w, int why)
 
 int worker_pause(struct worker *w, int why)
 {
-    int rc = worker_check(w);
+    int rc = look(w);
     return rc < 0 ? rc : doze(w, why);
 }
 

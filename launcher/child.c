@@ -77,7 +77,7 @@ int child_start(struct child *child, int segment_fd)
     child->pid_fd = pid_open(pid);
     child->state = CHILD_RUNNING;
     child->alive_ns = clock_now_ns();
-    child->heartbeat = child->paused_ns = child->abort_ns = child->kill_ns = 0;
+    child->heartbeat = child->asleep_ns = child->paused_ns = child->abort_ns = child->kill_ns = 0;
     child->verdict[0] = '\0';
     if (child->pid_fd < 0)
         return error_set(ERROR_FAILED, "pidfd_open: %s", strerror(errno));

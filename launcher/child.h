@@ -25,6 +25,7 @@ struct child {
     int status;         /* as waitpid() gives it */
     uint64_t heartbeat; /* newest seen */
     uint64_t alive_ns;  /* when it last changed; later where the launcher itself was paused */
+    uint64_t asleep_ns; /* when it was last seen asleep, likewise; 0 = never */
     uint64_t paused_ns; /* pauses of the launcher since this worker was started */
     uint64_t abort_ns, kill_ns; /* when the watchdog sent SIGABRT, SIGKILL; 0 = not */
     char verdict[768];          /* why */

@@ -1,5 +1,6 @@
 /* mtlaunch: see command.c for the commands, supervisor.c for the life of a run. */
 #include <fcntl.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include "launcher/command.h"
@@ -16,5 +17,8 @@ static int open_standard_streams(void)
 
 int main(int argc, char **argv)
 {
+    /* whoever started us may ignore it; the kernel would then reap our children, and nobody would
+     * know how they ended */
+    (void)signal(SIGCHLD, SIG_DFL);
     return open_standard_streams() < 0 ? 1 : command_main(argc, argv);
 }

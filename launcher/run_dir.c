@@ -43,15 +43,33 @@ static int sync_directory(const char *path)
     return rc;
 }
 
+/* Of a directory that was there already: whoever made it may have died before this, or be no
+ * program that does it. What is not ours has been there for longer than that. A file system that
+ * cannot do it is no reason to refuse the run. */
+static void sync_name(const char *path, const char *parent)
+{
+    struct stat st;
+    int fd = stat(path, &st) == 0 && st.st_uid == geteuid()
+                 ? open(parent, O_RDONLY | O_DIRECTORY | O_CLOEXEC)
+                 : -1;
+    if (fd >= 0) {
+        (void)fsync(fd);
+        (void)close(fd); /* opened for reading */
+    }
+}
+
 static int make_one(const char *path, uint32_t *levels)
 {
     char parent[LAUNCHER_PATH_BYTES + 4];
-    if (mkdir(path, 0700) < 0)
-        return errno == EEXIST ? 0
-                               : error_set(ERROR_USER, "%s: cannot create the directory: %s", path,
-                                           strerror(errno));
-    ++*levels;
     (void)snprintf(parent, sizeof parent, "%s/..", path);
+    if (mkdir(path, 0700) < 0) {
+        if (errno != EEXIST)
+            return error_set(ERROR_USER, "%s: cannot create the directory: %s", path,
+                             strerror(errno));
+        sync_name(path, parent);
+        return 0;
+    }
+    ++*levels;
     return access(parent, R_OK) < 0 ? 0 : sync_directory(parent); /* one that may only be entered */
 }
 

@@ -38,7 +38,8 @@ static void sweep_directory(const char *directory)
     if (n < 0 || n >= (int)sizeof address.sun_path || lstat(directory, &st) < 0 ||
         !S_ISDIR(st.st_mode) || st.st_uid != geteuid() || time(NULL) - st.st_mtime < SWEEP_AGE_S)
         return;
-    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    /* a listener that accepts nobody any more must not hold us up: it is somebody */
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     int rc = fd < 0 ? 0 : connect(fd, (const struct sockaddr *)&address, sizeof address);
     int nobody = rc < 0 && (errno == ECONNREFUSED || errno == ENOENT);
     if (fd >= 0)

@@ -136,6 +136,7 @@ int watchdog_look(struct launcher *l)
             child->alive_ns = now;
         else
             child->alive_ns += away;
+        child->asleep_ns += away;
         child->heartbeat = beat;
         int ending = child->abort_ns != 0 || child->kill_ns != 0;
         if ((ending || (l->config.run_watchdog && is_overdue(l, child, now))) &&
@@ -162,20 +163,26 @@ static uint64_t movement(const struct launcher *l)
            fact(&s->io->exported_step) + fact(&s->io->bytes_read) + fact(&s->io->bytes_written);
     for (uint32_t i = 0; i < s->plan->opt_workers; i++)
         sum += fact(&s->opt[i]->norm_step) + fact(&s->opt[i]->pages_updated);
+    for (uint32_t i = 0; i < s->n_children; i++)
+        sum += fact(&session_control(l, &s->children[i])->turns);
     return sum;
 }
 
-static int anybody_busy(const struct launcher *l)
+/* A worker that waits wakes ten times a second to look again. With many of them one is always
+ * found awake in that moment, so only who was awake at every look of a second is busy. */
+static int anybody_busy(struct launcher *l, uint64_t now)
 {
+    int busy = 0;
     for (uint32_t i = 0; i < l->session.n_children; i++) {
-        const struct child *child = &l->session.children[i];
+        struct child *child = &l->session.children[i];
         const struct worker_control *w = session_control(l, child);
-        if (child->abort_ns) /* it is being ended already, and told of */
-            return 1;
-        if (!atomic_load_explicit(&w->sleeping, memory_order_relaxed) || fact(&w->oldest_io_ns))
-            return 1;
+        if (atomic_load_explicit(&w->sleeping, memory_order_relaxed))
+            child->asleep_ns = now;
+        busy |= child->abort_ns != 0 /* it is being ended already, and told of */ ||
+                seconds_between(child->asleep_ns, now) > WATCHDOG_AWAKE_S ||
+                fact(&w->oldest_io_ns) != 0;
     }
-    return 0;
+    return busy;
 }
 
 int watchdog_nothing_moves(struct launcher *l)
@@ -184,8 +191,8 @@ int watchdog_nothing_moves(struct launcher *l)
     if (l->session.plan->mode != PLAN_TRAIN)
         return 0;
     uint64_t moved = movement(l);
-    if (moved != l->moved || l->moved_ns == 0 || l->coordinator.paused || l->samples ||
-        anybody_busy(l)) {
+    int busy = anybody_busy(l, now);
+    if (moved != l->moved || l->moved_ns == 0 || l->coordinator.paused || l->samples || busy) {
         l->moved = moved;
         l->moved_ns = now;
     }

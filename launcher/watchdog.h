@@ -20,6 +20,7 @@ enum {
     WATCHDOG_BEATS_MIN = 100, /* fewer are no statistics */
     WATCHDOG_UNKNOWN_S = 600, /* the deadline until then, where the floor is lower */
     WATCHDOG_STALL_S = 60,    /* everybody waits */
+    WATCHDOG_AWAKE_S = 1,     /* longer than a look that found nothing takes: it works */
     WATCHDOG_REQUEST_S = 120, /* for one I/O request */
     WATCHDOG_ABORT_S = 5,     /* from SIGABRT to SIGKILL */
     WATCHDOG_REAP_S = 120,    /* from SIGKILL to the end of the run */
@@ -33,7 +34,7 @@ int watchdog_look(struct launcher *l);
 /* How long after SIGKILL a worker may still be there. */
 double watchdog_reap_s(void);
 
-/* 1: for WATCHDOG_STALL_S every worker has been asleep, no request in flight, and no counter of the
+/* 1: for WATCHDOG_STALL_S every worker has only waited, no request in flight, and no counter of the
  * step protocol has moved, though the run is not paused: a lost descriptor or a wrong counter. */
 int watchdog_nothing_moves(struct launcher *l);
 

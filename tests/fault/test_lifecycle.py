@@ -6,6 +6,7 @@ import pty
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -461,8 +462,8 @@ def what_dead_runs_left_is_removed_by_the_next_start(t):
         live.signal(signal.SIGKILL)
         live.process.wait()
     with open(os.path.join(run.dir, "run.lock")) as f:
-        socket = os.path.dirname(f.readline().strip())
-    check(os.path.isdir(socket), "the killed launcher left no socket directory")
+        contact = os.path.dirname(f.readline().strip())
+    check(os.path.isdir(contact), "the killed launcher left no socket directory")
     with Background(run, ["eval", run.dir, "--data", run.sections["data"]["train"][0]]) as command:
         mine = wait_until(lambda: scratch_of(command.pid), 10, "the command's scratch directory")
         command.signal(signal.SIGKILL)
@@ -471,7 +472,7 @@ def what_dead_runs_left_is_removed_by_the_next_start(t):
     run.ok("--run.stop_after_step=%d" % (max(run.steps()) + 2), status=STOPPED)
     left = [n for n in os.listdir(run.dir) if n.endswith((".new", ".before"))]
     equal(left, [], "temporary files in the run directory")
-    check(not os.path.exists(socket), "left: " + socket)
+    check(not os.path.exists(contact), "left: " + contact)
     mtlaunch("validate", run.file, status=DONE)
     check(not os.path.exists(mine), "left: " + mine)
 
@@ -517,6 +518,41 @@ def closed_standard_streams_harm_nothing(t):
     equal(process.wait(60), DONE, "status")
     equal(run.hashes(), expected.hashes(), "state hashes")
     mtlaunch("scrub", run.dir, status=DONE)
+
+
+@test
+def whoever_ignores_children_starts_a_run_that_knows_how_its_own_end(t):
+    """SIGCHLD ignored is inherited, and would have the kernel reap the workers in the launcher's place."""
+    run = endless(t)
+
+    def ignore():
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    with run.start("--run.stop_after_step=12", preexec=ignore) as live:
+        live.wait_committed(2)
+        os.kill(live.children("opt_worker")[0][0], signal.SIGKILL)
+        equal(live.wait(60), STOPPED, "status")
+    equal([e["cause"] for e in run.events("worker_exit")], ["killed by signal 9 (Killed)"], "causes of death")
+    run.check_steps(12)
+
+
+@test
+def a_listener_that_accepts_nobody_holds_up_no_start(t):
+    """A frozen launcher's socket directory looks like a leftover until somebody connects; its queue may be full."""
+    trap = "/tmp/mtlaunch-%06x" % t.rng.randrange(1 << 24)
+    os.mkdir(trap, 0o700)
+    try:
+        with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:
+            listener.bind(trap + "/ctl")
+            listener.listen(0)
+            waiting.connect(trap + "/ctl")
+            old = time.time() - 3600
+            os.utime(trap, (old, old))
+            run = tiny_run(t.dir, training={"steps": 2})
+            run.ok(timeout=30)
+            check(os.path.exists(trap + "/ctl"), "a live launcher's socket was removed")
+    finally:
+        shutil.rmtree(trap, ignore_errors=True)
 
 
 def cgroup_of(pid):

@@ -58,7 +58,7 @@ def text_with_z(path, at):
 class Recorded:
     """A run on a logging disk: its file, its log, what an undisturbed run says."""
 
-    def __init__(self, t, name, stores=("run/store",), stops=(), fault=None, **changes):
+    def __init__(self, t, name, stores=("run/store",), stops=(), fault=None, made=(), **changes):
         self.directory = os.path.join(t.dir, name)
         self.mount = os.path.join(self.directory, "disk")
         os.makedirs(self.mount)
@@ -77,6 +77,8 @@ class Recorded:
         self.run.dir = os.path.join(self.mount, "run")
         self.run.metrics_path = os.path.join(self.run.dir, "metrics.jsonl")
         with fuse_disk(self.mount, os.path.join(self.directory, "log")) as disk:
+            for folder in made:
+                os.makedirs(os.path.join(self.mount, folder), 0o700)
             for stop in stops:
                 self.run.ok("--run.stop_after_step=%d" % stop, status=STOPPED)
             env, once = {}, os.path.join(self.directory, "once")
@@ -206,6 +208,15 @@ def the_power_fails_with_two_slots_per_page(t):
 def the_power_fails_where_only_every_other_step_is_committed(t):
     """memory.durability: found is the newest commit, never a step between two."""
     every_prefix(t, 4, 1, memory={"durability": 2})
+
+
+@test
+def the_power_fails_in_directories_that_somebody_else_had_made(t):
+    """By hand, or by a launcher that was killed before it could flush their names."""
+    recorded = Recorded(t, "recorded", ("stores/a", "stores/b"), made=("run", "stores/a", "stores/b"))
+    with mounted(os.path.join(t.dir, "memory"), 256 << 20) as where:
+        counts, violations = recorded.sweep(t, where)
+    check_sweep(t, counts, violations)
 
 
 DEATHS = ("io_before_flush:kill:3", "io_after_flush:kill:3", "io_before_table:kill:4", "io_before_record:kill:3",

@@ -7,6 +7,7 @@
 #include <cmocka.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "launcher/watchdog.h"
 
@@ -61,12 +62,75 @@ static void tests_replace_the_floors_only(void **state)
     assert_true(watchdog_deadline_s(&control, OPERATION_START) == 600);
 }
 
+/* A launcher and its workers, all asleep, no counter moving. */
+struct stand {
+    struct launcher l;
+    struct plan plan;
+    struct launcher_control orders;
+    struct worker_control io, gpu, opt[OPT_WORKERS_MAX];
+};
+
+static void add(struct stand *s, enum role role, uint32_t index, struct worker_control *page)
+{
+    s->l.session.children[s->l.session.n_children++] =
+        (struct child){.role = role, .index = index, .state = CHILD_RUNNING};
+    atomic_store(&page->sleeping, 1);
+}
+
+static struct stand *stand_open(void)
+{
+    struct stand *s = calloc(1, sizeof *s);
+    assert_non_null(s);
+    s->plan.mode = PLAN_TRAIN;
+    s->plan.opt_workers = OPT_WORKERS_MAX;
+    s->l.session.plan = &s->plan;
+    s->l.session.orders = &s->orders;
+    s->l.session.io = &s->io;
+    s->l.session.gpu = &s->gpu;
+    add(s, ROLE_IO, 0, &s->io);
+    add(s, ROLE_GPU, 0, &s->gpu);
+    for (uint32_t i = 0; i < OPT_WORKERS_MAX; i++) {
+        s->l.session.opt[i] = &s->opt[i];
+        add(s, ROLE_OPT, i, &s->opt[i]);
+    }
+    return s;
+}
+
+/* Sixty-six workers that wait are awake for some microseconds ten times a second each: at this rate
+ * of looks, one always is. */
+static void a_standstill_is_seen_though_somebody_is_always_just_looking_again(void **state)
+{
+    (void)state;
+    assert_int_equal(setenv("MTLAUNCH_SILENCE_S", "0.1", 1), 0); /* a standstill: 2.2 s */
+    struct stand *still = stand_open(), *computing = stand_open(), *moving = stand_open();
+    int seen_still = 0, seen_computing = 0, seen_moving = 0;
+    atomic_store(&computing->gpu.sleeping, 0);
+    for (uint32_t look = 0; look < 130; look++) { /* of 20 ms and more */
+        _Atomic uint32_t *sleeping = &still->opt[look % OPT_WORKERS_MAX].sleeping;
+        atomic_store(sleeping, 0);
+        atomic_fetch_add(&moving->io.turns, look % 16 == 0);
+        seen_still |= watchdog_nothing_moves(&still->l);
+        seen_computing |= watchdog_nothing_moves(&computing->l);
+        seen_moving |= watchdog_nothing_moves(&moving->l);
+        atomic_store(sleeping, 1);
+        (void)usleep(20000);
+    }
+    free(still);
+    free(computing);
+    free(moving);
+    assert_int_equal(seen_still, 1);
+    assert_int_equal(seen_computing, 0);
+    assert_int_equal(seen_moving, 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup(without_statistics_the_floor_holds, fresh),
         cmocka_unit_test_setup(slow_operations_get_ten_times_their_99th_percentile, fresh),
         cmocka_unit_test_setup(tests_replace_the_floors_only, fresh),
+        cmocka_unit_test_setup(a_standstill_is_seen_though_somebody_is_always_just_looking_again,
+                               fresh),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
