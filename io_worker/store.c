@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static int refuse(const struct store_directory *directory, const char *what, const char *expected,
                   const char *found)
@@ -177,8 +178,12 @@ static int read_superblocks(struct store *store, unsigned *found)
         if (there == 0)
             continue;
         if (refuse_other_run(store, directory) < 0 ||
-            store_file_lock(store, &directory->superblock) < 0 ||
-            store_superblock_read(directory) < 0 || compare_run(store, directory) < 0)
+            store_file_lock(store, &directory->superblock) < 0)
+            return -(int)error_kind_now();
+        if (fdatasync(directory->superblock.fd) < 0)
+            return store_file_error(directory->superblock.path, "cannot fdatasync");
+        store_file_forget_cached(&directory->superblock);
+        if (store_superblock_read(directory) < 0 || compare_run(store, directory) < 0)
             return -(int)error_kind_now();
         (*found)++;
     }

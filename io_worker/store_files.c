@@ -153,3 +153,9 @@ void store_file_make_direct(struct store *store, struct store_file *file)
         store_say(store, "%s%s: %s", file->path,
                   "the file system has no direct I/O (4 KiB): buffered, slower, uses page cache");
 }
+
+void store_file_forget_cached(const struct store_file *file)
+{
+    if (!file->direct)
+        (void)posix_fadvise(file->fd, 0, 0, POSIX_FADV_DONTNEED); /* advice: it does not fail */
+}

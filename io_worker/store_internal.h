@@ -85,6 +85,10 @@ int store_file_lock(const struct store *store, const struct store_file *file);
 int store_file_check_size(const struct store_file *file, uint64_t expected);
 /* Makes the same descriptor direct where the file system can, so that the lock stays. */
 void store_file_make_direct(struct store *store, struct store_file *file);
+/* After its fdatasync. A page that the kernel could not write it told of once, to whoever was
+ * there, keeps it, calls it clean and shows it to whoever reads: what is buffered is read again
+ * from the disk. */
+void store_file_forget_cached(const struct store_file *file);
 /* on_progress; ERROR_STOPPED when it wants to stop. */
 int store_report(const struct store *store, enum store_activity activity, uint64_t done,
                  uint64_t total);

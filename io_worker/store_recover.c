@@ -179,6 +179,8 @@ int store_flush(struct store *store)
         struct io_request flush = {.op = IO_FLUSH, .file = file};
         if (engine_run(store_engine(store), &flush) < 0)
             return -ERROR_FAILED;
+        store_file_forget_cached(
+            file < store_directory_count(store) ? &store->directories[file].slots : &store->commit);
     }
     for (unsigned d = 0; d < store_directory_count(store); d++) {
         const struct store_file *file = &store->directories[d].superblock;

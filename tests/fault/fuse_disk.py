@@ -14,10 +14,11 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class FuseDisk:
-    def __init__(self, mount, log):
+    def __init__(self, mount, log, buffered):
         self.mount, self.log_path = mount, log
-        self.server = subprocess.Popen([sys.executable, "-u", os.path.join(HERE, "fuse_server.py"), mount, log],
-                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-u", os.path.join(HERE, "fuse_server.py"), mount, log]
+        self.server = subprocess.Popen(command + (["buffered"] if buffered else []), stdin=subprocess.PIPE,
+                                       stdout=subprocess.PIPE, text=True)
         self.serving = self.server.stdout.readline() == "serving\n"
 
     def ask(self, **order):
@@ -70,13 +71,13 @@ def read_log(path):
 
 
 @contextlib.contextmanager
-def fuse_disk(directory, log=None):
+def fuse_disk(directory, log=None, buffered=False):
     """A FuseDisk at `directory`, made if need be."""
     need_mounts()
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         skip("/dev/fuse cannot be opened")
     os.makedirs(directory, exist_ok=True)
-    disk = FuseDisk(directory, log or directory + ".log")
+    disk = FuseDisk(directory, log or directory + ".log", buffered)
     try:
         if not disk.serving:
             skip("FUSE cannot be mounted here")

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """A file system in memory that says what happened, and fails on demand: what tests put under a store.
 
-    fuse_server.py MOUNT LOG         (started by fuse_disk.py)
+    fuse_server.py MOUNT LOG [buffered]    (started by fuse_disk.py)
 
 It speaks the kernel's FUSE protocol itself, so nothing but /dev/fuse is needed. Every file is opened
 with direct I/O: each write(2), each O_DIRECT transfer and each fsync of the users arrives here, in
 order, and is appended to LOG (pickled tuples) before it is answered. From LOG power_cut.py builds
-the disk as it would be had the power failed at any moment.
+the disk as it would be had the power failed at any moment. With "buffered" there is no direct I/O: the
+kernel keeps pages, writes them when it is made to, and tells whoever flushes of those it could not write.
 
     ("create", parent, name, inode, is_directory)   ("link", parent, name, inode)
     ("unlink", parent, name)                        ("rename", parent, name, new_parent, new_name)
@@ -40,8 +41,8 @@ LOOKUP, GETATTR, SETATTR, MKDIR, UNLINK, RMDIR, RENAME, LINK = 1, 3, 4, 9, 10, 1
 OPEN, READ, WRITE, STATFS, RELEASE, FSYNC, FLUSH = 14, 15, 16, 17, 18, 20, 25
 OPENDIR, READDIR, RELEASEDIR, FSYNCDIR, ACCESS, CREATE = 27, 28, 29, 30, 34, 35
 FALLOCATE, RENAME2, TMPFILE = 43, 45, 51
-BIG_WRITES, ASYNC_DIO, MAX_PAGES = 1 << 5, 1 << 15, 1 << 22
-FOPEN_DIRECT_IO, FATTR_SIZE, FATTR_MODE = 1, 1 << 3, 1 << 0
+BIG_WRITES, ASYNC_DIO, WRITEBACK_CACHE, MAX_PAGES = 1 << 5, 1 << 15, 1 << 16, 1 << 22
+FOPEN_DIRECT_IO, FOPEN_KEEP_CACHE, FATTR_SIZE, FATTR_MODE = 1, 1 << 1, 1 << 3, 1 << 0
 WRITE_BYTES_MAX = 1 << 20
 ROOT = 1
 VALID_S = 3600  # nobody else changes anything
@@ -65,7 +66,9 @@ class Failure(Exception):
 
 
 class Server:
-    def __init__(self, mount, log):
+    def __init__(self, mount, log, buffered):
+        self.open_flags = FOPEN_KEEP_CACHE if buffered else FOPEN_DIRECT_IO
+        self.init_flags = BIG_WRITES | ASYNC_DIO | MAX_PAGES | (WRITEBACK_CACHE if buffered else 0)
         self.log = open(log, "wb", buffering=1 << 20)
         self.inodes = {ROOT: Inode(ROOT, stat.S_IFDIR | 0o755)}
         self.next_inode = ROOT + 1
@@ -150,11 +153,11 @@ class Server:
     def on_create(self, node, body):
         _, mode, _, _ = struct.unpack_from("<4I", body)
         inode = self.make(node, body[16:].rstrip(b"\0").decode(), stat.S_IFREG | mode & 0o7777)
-        return self.entry(inode) + struct.pack("<QII", 0, FOPEN_DIRECT_IO, 0)
+        return self.entry(inode) + struct.pack("<QII", 0, self.open_flags, 0)
 
     def on_tmpfile(self, node, body):
         inode = self.make(node, None, stat.S_IFREG | 0o600)
-        return self.entry(inode) + struct.pack("<QII", 0, FOPEN_DIRECT_IO, 0)
+        return self.entry(inode) + struct.pack("<QII", 0, self.open_flags, 0)
 
     def on_unlink(self, node, body):
         name = body.rstrip(b"\0").decode()
@@ -199,7 +202,7 @@ class Server:
         return self.entry(self.inodes[old])
 
     def on_open(self, node, body):
-        return struct.pack("<QII", 0, FOPEN_DIRECT_IO, 0)
+        return struct.pack("<QII", 0, self.open_flags, 0)
 
     def on_opendir(self, node, body):
         return struct.pack("<QII", 0, 0, 0)
@@ -218,7 +221,9 @@ class Server:
         return out
 
     def on_read(self, node, body):
-        _, offset, size = struct.unpack_from("<QQI", body)
+        _, offset, size, _, _, flags = struct.unpack_from("<QQIIQI", body)
+        if flags & os.O_DIRECT and not self.open_flags & FOPEN_DIRECT_IO:
+            raise Failure(errno.EINVAL)
         self.write_log("read", node, offset, size)
         return bytes(self.inodes[node].data[offset:offset + size])
 
@@ -316,10 +321,9 @@ class Server:
 
     # -- the loop --
 
-    @staticmethod
-    def init_answer(read_ahead):
+    def init_answer(self, read_ahead):
         # major, minor, read ahead, flags, background, congestion, write max, time granularity, pages, map
-        return struct.pack("<4IHHIIHH", 7, 31, read_ahead, BIG_WRITES | ASYNC_DIO | MAX_PAGES, 256, 192,
+        return struct.pack("<4IHHIIHH", 7, 31, read_ahead, self.init_flags, 256, 192,
                            WRITE_BYTES_MAX, 1, WRITE_BYTES_MAX // 4096, 0) + bytes(32)
 
     def request(self, packet):
@@ -391,7 +395,7 @@ class Server:
 
 
 def main():
-    server = Server(sys.argv[1], sys.argv[2])
+    server = Server(sys.argv[1], sys.argv[2], sys.argv[3:] == ["buffered"])
     try:
         server.serve()
     finally:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import power_cut
 from harness import *
 from fuse_disk import error, fuse_disk
 from mounts import enter_namespace
@@ -149,6 +150,52 @@ def a_lost_write_costs_steps_and_never_bits(t):
             check(run.events("worker_exit"), "nothing was noticed: %s" % result)
             undisturbed.check_state(run)
             shutil.rmtree(run.dir)
+
+
+def image_of(disk):
+    """{path: content} of what the disk really has."""
+    image = power_cut.Disk()
+    for event in disk.log():
+        image.play(event)
+    return image.everything()
+
+
+def steps_on_disk(disk):
+    """Of the commit records."""
+    commit = image_of(disk)["store/commit"]
+    sectors = [commit[at:at + 4096] for at in range(0, len(commit), 4096)]
+    return sorted(filter(None, (power_cut.record_step(("write", 0, 0, sector)) for sector in sectors)))
+
+
+@test
+def a_record_that_only_the_page_cache_has_is_no_commit(t):
+    """Where there is no direct I/O. The kernel tells one process that the write failed, keeps the bytes, calls
+    them clean, and shows them to the next."""
+    with fuse_disk(os.path.join(t.dir, "disk"), buffered=True) as disk:
+        run = run_on(t, disk)
+        said(run.ok("--run.stop_after_step=2", status=STOPPED).err, "no direct I/O")
+        size = os.path.getsize(os.path.join(disk.mount, "store", "commit"))
+        disk.rules(error("write", "/commit", offset=size - (8 - 4) * 4096))
+        run.ok("--run.stop_after_step=4", status=STOPPED)
+        equal(len(disk.hits()), 1, "failed writes of the record of step 4")
+        equal(steps_on_disk(disk), [1, 2, 3, 4], "commits on the disk after step 4 was announced")
+        disk.rules()
+        run.ok()
+        undisturbed.check_state(run)
+
+
+@test
+def a_superblock_that_only_the_page_cache_has_is_not_believed(t):
+    """The same while a store is made. Superblocks are buffered everywhere."""
+    with fuse_disk(os.path.join(t.dir, "disk"), buffered=True) as disk:
+        run = run_on(t, disk)
+        disk.rules(error("write", "/superblock", skip=4)) # two copies each of ZEROING, IMPORTING, READY
+        run.ok("--run.stop_after_step=2", status=STOPPED)
+        equal(len(disk.hits()), 1, "failed writes of a superblock")
+        image = image_of(disk)
+    power_cut.restore(image, disk.mount)
+    run.ok()
+    undisturbed.check_state(run)
 
 
 @test
