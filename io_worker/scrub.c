@@ -77,7 +77,8 @@ static void check_place(struct scrub *s, uint64_t i)
     const struct commit_record *record = &s->ring->records[i];
     uint64_t wanted, n_pages = store_n_pages(s->io->store);
     int due = expected_sequence(s->newest->sequence, i, &wanted);
-    if (!s->ring->valid[i] && !(due && store_is_zero(record, sizeof *record)))
+    if (s->ring->unreadable[i] ||
+        (!s->ring->valid[i] && !(due && store_is_zero(record, sizeof *record))))
         return; /* told when it was loaded, or rightly empty */
     if (s->ring->valid[i] && due && record->sequence == wanted) {
         if (wanted == 0 || wanted + COMMIT_RECORD_RING == s->newest->sequence + 1 ||

@@ -98,7 +98,7 @@ void store_say(struct store *store, const char *format, const char *path, const 
 /* -- store_superblock.c -- */
 
 /* The valid copies among the two of a superblock file. Bit i: copy i is valid. `newest` is filled
- * when any is. -ERROR_FAILED if the file cannot be read. */
+ * when any is. -ERROR_FAILED if none is and the file cannot be read. */
 int store_superblock_load(const struct store_file *file, struct superblock *newest,
                           unsigned *valid_copies);
 /* The newest copy into directory->content. ERROR_FAILED: none is valid, or not of this version. */
@@ -138,6 +138,7 @@ void store_damage_tell(struct store_damage_sink *sink, const char *file, uint64_
 struct store_ring {
     struct commit_record records[COMMIT_RECORD_RING]; /* as on disk */
     int valid[COMMIT_RECORD_RING];
+    int unreadable[COMMIT_RECORD_RING]; /* -errno; its record is zero */
 };
 
 /* Reads the whole ring into 4 KiB-aligned memory that the caller frees. Damaged records go to

@@ -18,18 +18,39 @@ int store_is_zero(const void *data, uint64_t bytes)
     return byte[0] == 0 && memcmp(byte, byte + 1, bytes - 1) == 0;
 }
 
+static int read_records(struct store *store, unsigned first, unsigned n, struct commit_record *read)
+{
+    struct io_request request = {.op = IO_READ,
+                                 .file = store_commit_file(store),
+                                 .buffer = read + first,
+                                 .offset = commit_record_offset(store_n_pages(store), 0) +
+                                           (uint64_t)first * COMMIT_RECORD_BYTES,
+                                 .bytes = (uint64_t)n * COMMIT_RECORD_BYTES};
+    return engine_run(store_engine(store), &request) < 0 ? request.result : 0;
+}
+
+/* Where not all of the ring can be read, record by record: a sector of an old one must not hide the
+ * newest. -ERROR_FAILED if none can. */
+static int read_what_can_be_read(struct store *store, struct store_ring *into,
+                                 struct commit_record *read)
+{
+    unsigned n_unreadable = 0;
+    int failure = read_records(store, 0, COMMIT_RECORD_RING, read);
+    for (unsigned i = 0; i < COMMIT_RECORD_RING; i++) {
+        into->unreadable[i] = failure < 0 ? read_records(store, i, 1, read) : 0;
+        n_unreadable += into->unreadable[i] < 0;
+        if (into->unreadable[i] < 0)
+            memset(&read[i], 0, sizeof read[i]);
+    }
+    return n_unreadable == COMMIT_RECORD_RING ? -ERROR_FAILED : 0;
+}
+
 /* One read of the ring into `into`; records that were valid before stay. How many are damaged:
  * neither valid nor empty; or negative. */
 static int read_ring(struct store *store, struct store_ring *into, struct commit_record *read)
 {
-    const uint64_t n_pages = store_n_pages(store);
     int damaged = 0;
-    struct io_request request = {.op = IO_READ,
-                                 .file = store_commit_file(store),
-                                 .buffer = read,
-                                 .offset = commit_record_offset(n_pages, 0),
-                                 .bytes = sizeof into->records};
-    if (engine_run(store_engine(store), &request) < 0)
+    if (read_what_can_be_read(store, into, read) < 0)
         return -ERROR_FAILED;
     for (unsigned i = 0; i < COMMIT_RECORD_RING; i++) {
         if (into->valid[i])
@@ -40,7 +61,7 @@ static int read_ring(struct store *store, struct store_ring *into, struct commit
                            (unsigned long long)read[i].sequence, i);
         into->valid[i] = rc == 0;
         into->records[i] = read[i];
-        damaged += rc < 0 && !store_is_zero(&read[i], sizeof read[i]);
+        damaged += rc < 0 && (into->unreadable[i] || !store_is_zero(&read[i], sizeof read[i]));
     }
     return damaged;
 }
@@ -50,9 +71,12 @@ static void tell_damaged_records(const struct store *store, const struct store_r
 {
     for (unsigned i = 0; i < COMMIT_RECORD_RING; i++) {
         const struct commit_record *record = &ring->records[i];
-        if (ring->valid[i] || store_is_zero(record, sizeof *record))
+        if (ring->valid[i] || (!ring->unreadable[i] && store_is_zero(record, sizeof *record)))
             continue;
-        if (commit_record_verify(record, store_options_of(store)->run, store_uuid(store)) == 0)
+        if (ring->unreadable[i])
+            error_set(ERROR_FAILED, "commit record: cannot read: %s",
+                      strerror(-ring->unreadable[i]));
+        else if (commit_record_verify(record, store_options_of(store)->run, store_uuid(store)) == 0)
             error_set(ERROR_FAILED, "commit record: sequence %llu in place %u of the ring",
                       (unsigned long long)record->sequence, i);
         store_damage_tell(sink, store_file_path(store, store_commit_file(store)),
@@ -198,10 +222,12 @@ static int find_commit(struct store *store, struct commit_record *out, struct pa
     if (store_ring_load(store, &ring, &ignored) < 0)
         return -ERROR_FAILED;
     int rc = newest_that_stands(store, ring, out, table, checks);
-    if (rc == 0 && fell_back)
-        *fell_back = store_ring_newest(ring)->sequence != out->sequence
-                         ? store_ring_newest(ring)->sequence
-                         : 0;
+    if (rc == 0 && fell_back) {
+        uint64_t newest = store_ring_newest(ring)->sequence;
+        /* what cannot be read where the next one would stand may be the next one */
+        newest += ring->unreadable[(newest + 1) % COMMIT_RECORD_RING] != 0;
+        *fell_back = newest != out->sequence ? newest : 0;
+    }
     free(ring);
     return rc;
 }
@@ -229,7 +255,12 @@ int store_superblocks_verify(struct store *store, struct store_damage_sink *sink
             return -ERROR_FAILED;
         for (unsigned i = 0; i < SUPERBLOCK_COPIES; i++)
             if ((valid >> i & 1) == 0) {
-                error_set(ERROR_FAILED, "superblock, copy %u: hash does not match", i);
+                char byte;
+                if (pread(file->fd, &byte, 1, (off_t)i * SECTOR_BYTES) < 0)
+                    error_set(ERROR_FAILED, "superblock, copy %u: cannot read: %s", i,
+                              strerror(errno));
+                else
+                    error_set(ERROR_FAILED, "superblock, copy %u: hash does not match", i);
                 store_damage_tell(sink, file->path, (uint64_t)i * SECTOR_BYTES);
             }
     }

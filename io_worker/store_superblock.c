@@ -19,12 +19,13 @@ static uint64_t superblock_hash(const struct superblock *super)
 int store_superblock_load(const struct store_file *file, struct superblock *newest,
                           unsigned *valid_copies)
 {
+    int failure = 0;
     *valid_copies = 0;
     for (unsigned i = 0; i < SUPERBLOCK_COPIES; i++) {
         struct superblock copy;
         ssize_t got = pread(file->fd, &copy, sizeof copy, (off_t)i * SECTOR_BYTES);
         if (got < 0)
-            return store_file_error(file->path, "cannot read");
+            failure = errno; /* that is what the other one is for */
         if (got != (ssize_t)sizeof copy || copy.magic != STORE_SUPERBLOCK_MAGIC ||
             copy.hash != superblock_hash(&copy))
             continue;
@@ -32,7 +33,8 @@ int store_superblock_load(const struct store_file *file, struct superblock *newe
             *newest = copy;
         *valid_copies |= 1u << i;
     }
-    return 0;
+    errno = failure;
+    return *valid_copies == 0 && failure ? store_file_error(file->path, "cannot read") : 0;
 }
 
 int store_superblock_read(struct store_directory *directory)

@@ -119,6 +119,50 @@ def a_sector_of_the_newest_commit_that_cannot_be_read_any_more_goes_one_commit_b
         undisturbed.check_state(run)
 
 
+def unreadable(t, file, offset_of, must_say=()):
+    """One sector fails for ever, and nothing that is needed stands in it."""
+    with fuse_disk(os.path.join(t.dir, "disk")) as disk:
+        run = run_on(t, disk)
+        run.ok("--run.stop_after_step=2", status=STOPPED)
+        size = os.path.getsize(os.path.join(disk.mount, "store", file))
+        disk.rules(error("read", "/" + file, offset=offset_of(size), count=-1))
+        result = run.ok("--run.stop_after_step=4", status=STOPPED)
+        check(disk.hits(), "the sector was never read")
+        said(result.err, "resuming after step 2", *must_say)
+        result = mtlaunch("scrub", run.dir, status=FAILED)
+        said(result.out + result.err, r"store/%s: offset %d:" % (file, offset_of(size)), "Input/output error")
+        disk.rules()
+        run.ok()
+        undisturbed.check_state(run)
+
+
+@test
+def an_old_commit_record_that_cannot_be_read_any_more_costs_nothing(t):
+    """That of the import: the ring has eight places, and only the newest two count."""
+    unreadable(t, "commit", lambda size: size - 8 * 4096)
+
+
+@test
+def the_newest_commit_record_that_cannot_be_read_any_more_goes_one_commit_back(t):
+    """And its place is passed over: the state of the commit before is committed once more, behind it."""
+    with fuse_disk(os.path.join(t.dir, "disk")) as disk:
+        run = run_on(t, disk)
+        run.ok("--run.stop_after_step=2", status=STOPPED)
+        size = os.path.getsize(os.path.join(disk.mount, "store", "commit"))
+        disk.rules(error("read", "/commit", offset=size - (8 - 2) * 4096, count=-1))
+        result = run.ok()
+        check(disk.hits(), "the record was never read")
+        said(result.out + result.err, r"commit 2 is damaged", "resuming after step 1")
+        disk.rules()
+        undisturbed.check_state(run)
+
+
+@test
+def one_superblock_copy_that_cannot_be_read_any_more_costs_nothing(t):
+    """There are two."""
+    unreadable(t, "superblock", lambda size: 4096)
+
+
 @test
 def an_identity_of_the_run_that_cannot_be_read_is_no_fault_of_the_user(t):
     """What the drive cannot read is not called malformed, and the run is not taken for a new one."""
