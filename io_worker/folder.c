@@ -26,6 +26,22 @@ static int is_folder(const char *path)
     return stat(path, &there) == 0 && S_ISDIR(there.st_mode);
 }
 
+/* A name is durable when the folder it stands in was flushed; whoever made ours before us may have
+ * died before that. A file system that cannot do it is no reason to stop. */
+static void sync_name(const char *path)
+{
+    char parent[PATH_MAX + 4];
+    struct stat there;
+    if (stat(path, &there) < 0 || there.st_uid != geteuid())
+        return;
+    (void)snprintf(parent, sizeof parent, "%s/..", path);
+    int fd = open(parent, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0)
+        return;
+    (void)fsync(fd);
+    (void)close(fd); /* a folder opened for reading */
+}
+
 int folder_create(const char *folder)
 {
     char path[PATH_MAX];
@@ -39,6 +55,7 @@ int folder_create(const char *folder)
         if (mkdir(path, 0777) < 0 && errno != EEXIST)
             return error_set(folder_error_kind(errno), "%s: cannot create the folder: %s", path,
                              strerror(errno));
+        sync_name(path);
         if (c == '\0')
             return is_folder(path)
                        ? 0

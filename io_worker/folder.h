@@ -13,8 +13,8 @@
  * (EACCES, EROFS, ENOTDIR, ...), else ERROR_FAILED. */
 enum error_kind folder_error_kind(int error);
 
-/* Creates `path` and its parents where they are absent. -ERROR_USER: too long, not permitted, a
- * file where a folder should be; else -ERROR_FAILED. */
+/* Creates `path` and its parents where they are absent; their names are durable then. -ERROR_USER:
+ * too long, not permitted, a file where a folder should be; else -ERROR_FAILED. */
 int folder_create(const char *path);
 
 /* The folder of a path, or of its parent: allocated, freed by the caller. "a" -> ".". */

@@ -219,6 +219,17 @@ def the_power_fails_in_directories_that_somebody_else_had_made(t):
     check_sweep(t, counts, violations)
 
 
+@test
+def an_export_that_was_told_of_survives_the_power(t):
+    """The folders on the way to it were made by the run, too."""
+    recorded, disk = Recorded(t, "recorded"), power_cut.Disk()
+    for event in recorded.events:
+        disk.play(event)
+    exports = {p: c for p, c in recorded.last_image.items() if "/export/step-" in p}
+    image = disk.only_flushed()
+    equal([p for p, c in exports.items() if image.get(p, 0) != c], [], "lost of the export")
+
+
 DEATHS = ("io_before_flush:kill:3", "io_after_flush:kill:3", "io_before_table:kill:4", "io_before_record:kill:3",
           "io_after_record:kill:4", "opt_mid_apply:kill:20", "opt_after_norm:kill:5")
 
