@@ -133,6 +133,7 @@ int worker_start(struct worker *w, enum role role, int argc, char **argv)
     int fd = -1;
     uint32_t index = 0;
     memset(w, 0, sizeof *w);
+    (void)prctl(PR_SET_NAME, topology_role_name(role)); /* started by descriptor, it has a number */
     w->event_fd = -1;
     if (parse_arguments(argc, argv, &fd, &index) < 0 ||
         segment_attach(&w->segment, fd, role, index) < 0)

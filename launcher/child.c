@@ -42,10 +42,26 @@ static int program_path(char *out, size_t bytes, const char *name)
     return error_hint("build all of it with `make`");
 }
 
-static _Noreturn void become(const char *path, pid_t launcher, int segment_fd, uint32_t index)
+/* Opened once and kept: a program that is built or installed anew while the run goes on has another
+ * idea of the memory that all share, and rounds otherwise. -1: error_set. */
+static int program_of(enum role role)
+{
+    static int programs[ROLE_COUNT] = {-1, -1, -1, -1};
+    char path[PATH_MAX];
+    if (programs[role] >= 0)
+        return programs[role];
+    if (program_path(path, sizeof path, topology_role_name(role)) < 0)
+        return -1;
+    programs[role] = open(path, O_PATH | O_CLOEXEC);
+    if (programs[role] < 0)
+        (void)error_set(ERROR_FAILED, "%s: %s", path, strerror(errno));
+    return programs[role];
+}
+
+static _Noreturn void become(int program, const char *name, pid_t launcher, int segment_fd,
+                             uint32_t index)
 {
     char fd_text[16], index_text[16];
-    const char *name = strrchr(path, '/') + 1;
     sigset_t none;
     if (lifeline_tie(launcher) < 0)
         _exit(127);
@@ -56,23 +72,24 @@ static _Noreturn void become(const char *path, pid_t launcher, int segment_fd, u
     (void)fcntl(segment_fd, F_SETFD, 0);
     (void)snprintf(fd_text, sizeof fd_text, "%d", segment_fd);
     (void)snprintf(index_text, sizeof index_text, "%u", index);
-    (void)execl(path, name, fd_text, index_text, (char *)NULL);
-    (void)fprintf(stderr, "%s: %s\n", path, strerror(errno));
+    const char *const arguments[] = {name, fd_text, index_text, NULL};
+    (void)syscall(SYS_execveat, program, "", arguments, environ, AT_EMPTY_PATH);
+    (void)fprintf(stderr, "%s: %s\n", name, strerror(errno));
     _exit(127);
 }
 
 int child_start(struct child *child, int segment_fd)
 {
-    char path[PATH_MAX];
     const char *name = topology_role_name(child->role);
-    if (program_path(path, sizeof path, name) < 0 || lifeline_open() < 0)
+    int program = program_of(child->role);
+    if (program < 0 || lifeline_open() < 0)
         return -(int)error_kind_now();
     (void)fflush(NULL);
     pid_t launcher = getpid(), pid = fork();
     if (pid < 0)
         return error_set(ERROR_FAILED, "fork: %s", strerror(errno));
     if (pid == 0)
-        become(path, launcher, segment_fd, child->index);
+        become(program, name, launcher, segment_fd, child->index);
     child->pid = pid;
     child->pid_fd = pid_open(pid);
     child->state = CHILD_RUNNING;

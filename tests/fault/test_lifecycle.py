@@ -12,6 +12,7 @@ import sys
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import harness
 from harness import *
 
 ENDLESS = {"training": {"steps": 100000}}
@@ -534,6 +535,29 @@ def whoever_ignores_children_starts_a_run_that_knows_how_its_own_end(t):
         equal(live.wait(60), STOPPED, "status")
     equal([e["cause"] for e in run.events("worker_exit")], ["killed by signal 9 (Killed)"], "causes of death")
     run.check_steps(12)
+
+
+@test
+def a_run_goes_on_with_the_programs_that_it_began_with(t):
+    """`make`, or an upgrade, while it runs: a successor from another build would share memory of another layout."""
+    expected = tiny_run(t.dir, "expected", training={"steps": 40})
+    expected.ok()
+    programs, mine = os.path.dirname(os.path.realpath(harness.MTLAUNCH)), os.path.join(t.dir, "bin")
+    shutil.copytree(programs, mine)
+    run = tiny_run(t.dir, training={"steps": 40})
+    kept, harness.MTLAUNCH = harness.MTLAUNCH, os.path.join(mine, "mtlaunch")
+    try:
+        with run.start() as live:
+            for step, name in enumerate(ROLES, 1):
+                live.wait_committed(4 * step)
+                os.unlink(os.path.join(mine, name))
+                shutil.copy("/bin/false", os.path.join(mine, name))
+                os.kill(live.children(name)[0][0], signal.SIGKILL)
+            equal(live.wait(60), DONE, "status")
+    finally:
+        harness.MTLAUNCH = kept
+    equal(len(run.events("worker_exit")), 3, "deaths")
+    equal(run.hashes(), expected.hashes(), "state hashes")
 
 
 @test
