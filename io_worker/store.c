@@ -136,7 +136,8 @@ static int open_ready(struct store *store)
 {
     const unsigned n = store->options.n_directories;
     for (unsigned d = 0; d < n; d++)
-        if (compare_geometry(store, d) < 0)
+        if (compare_geometry(store, d) < 0 ||
+            (!store->options.read_only && store_superblock_complete(&store->directories[d]) < 0))
             return -(int)error_kind_now();
     memcpy(store->uuid, store->directories[0].content.store, sizeof store->uuid);
     memcpy(store->weights, store->directories[0].content.stripe_weights, sizeof store->weights);

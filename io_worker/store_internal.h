@@ -106,6 +106,9 @@ int store_superblock_read(struct store_directory *directory);
 /* What the options and the store's map say, into the content of directory d. */
 void store_superblock_fill(struct store *store, unsigned d, enum store_state state);
 int store_superblock_write(struct store_directory *directory, int fd);
+/* Ends what was begun by whoever died between the writes of the two copies, and left an older state
+ * in one of them. A copy that is damaged stays as it is. */
+int store_superblock_complete(struct store_directory *directory);
 /* Writes `state` to all directories; durable on return (O_DSYNC). */
 int store_set_state(struct store *store, enum store_state state);
 

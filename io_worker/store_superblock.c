@@ -80,6 +80,19 @@ int store_superblock_write(struct store_directory *directory, int fd)
     return 0;
 }
 
+int store_superblock_complete(struct store_directory *directory)
+{
+    const struct superblock *newest = &directory->content;
+    struct superblock other;
+    int fd = directory->superblock.fd;
+    off_t offset = (off_t)((newest->generation + 1) % SUPERBLOCK_COPIES) * SECTOR_BYTES;
+    if (pread(fd, &other, sizeof other, offset) != (ssize_t)sizeof other ||
+        other.magic != STORE_SUPERBLOCK_MAGIC || other.hash != superblock_hash(&other) ||
+        other.state == newest->state)
+        return 0;
+    return store_superblock_write(directory, fd);
+}
+
 void store_superblock_fill(struct store *store, unsigned d, enum store_state state)
 {
     struct superblock *super = &store->directories[d].content;

@@ -164,6 +164,21 @@ def one_superblock_copy_that_cannot_be_read_any_more_costs_nothing(t):
 
 
 @test
+def a_state_that_only_one_superblock_copy_tells_is_told_by_both_at_the_next_start(t):
+    """Whoever dies between the two writes leaves the older state in the other copy, to come back with the first bad sector."""
+    with fuse_disk(os.path.join(t.dir, "disk")) as disk:
+        run = run_on(t, disk)
+        disk.rules(error("write", "/superblock", skip=5))  # two copies each of ZEROING, IMPORTING, READY
+        run.ok("--run.stop_after_step=2", status=STOPPED)
+        equal([hit["offset"] for hit in disk.hits()], [0], "failed writes of a superblock")
+        disk.rules(error("read", "/superblock", offset=4096, count=-1))
+        run.ok()
+        check(disk.hits(), "the sector was never read")
+        disk.rules()
+        undisturbed.check_state(run)
+
+
+@test
 def an_identity_of_the_run_that_cannot_be_read_is_no_fault_of_the_user(t):
     """What the drive cannot read is not called malformed, and the run is not taken for a new one."""
     with fuse_disk(os.path.join(t.dir, "disk")) as disk:
