@@ -384,8 +384,10 @@ static int refuse_to_wipe_commits(const struct store *store)
         if (fstat(store->commit.fd, &st) < 0)
             return store_file_error(store->commit.path, "cannot stat");
         off_t offset = st.st_size - (off_t)(COMMIT_RECORD_RING - i) * COMMIT_RECORD_BYTES;
-        if (offset < 0 ||
-            pread(store->commit.fd, &record, sizeof record, offset) != (ssize_t)sizeof record)
+        ssize_t got = offset < 0 ? 0 : pread(store->commit.fd, &record, sizeof record, offset);
+        if (got < 0) /* it may be a commit */
+            return store_file_error(store->commit.path, "cannot read");
+        if (got != (ssize_t)sizeof record)
             continue;
         if (commit_record_verify(&record, store->options.run,
                                  store->directories[0].content.store) == 0 &&

@@ -162,8 +162,7 @@ struct worker_control {
     _Atomic uint32_t ready; /* the generation for which it is set up, waiting for orders */
     _Atomic uint32_t acknowledged; /* the abort_generation for which it has stopped */
     _Atomic uint32_t sleeping;     /* 1: about to poll, ring the bell */
-    _Atomic uint64_t
-        turns; /* in which something was done; waiting beats, and does not count here */
+    _Atomic uint64_t turns;        /* of the main loop in which something was done: no waiting */
     _Atomic uint64_t heartbeat; /* turns of the main loop; gpu: also work items of an operation */
     _Atomic uint32_t operation; /* enum worker_operation: what the next beat is waited for */
     /* how long each operation took from beat to beat: [i] counts those of 2^i to 2^(i+1) us */

@@ -122,11 +122,8 @@ static struct {
 
 static void keep_generation(struct launcher *l)
 {
-    const struct generated *g = segment_region(&l->session.segment, REGION_GENERATED, 0);
-    uint64_t bytes = generated_bytes(g->prompts, g->tokens_max);
-    said.generated = malloc(bytes);
-    if (said.generated)
-        memcpy(said.generated, g, bytes);
+    (void)prompts_take_generated(l, &said.prompts,
+                                 &said.generated); /* told by print_generation() */
 }
 
 static int print_generation(struct launcher *l, const char *const *prompts)
@@ -134,7 +131,7 @@ static int print_generation(struct launcher *l, const char *const *prompts)
     char *texts[PROMPTS_MAX] = {0};
     uint64_t bytes[PROMPTS_MAX];
     if (!said.generated)
-        return error_set(ERROR_FAILED, "out of memory for what was generated");
+        return error_set(ERROR_FAILED, "what the model said was damaged in memory; try again");
     int rc = prompts_decode(l, &said.prompts, said.generated, texts, bytes);
     for (uint64_t p = 0; p < said.prompts.n; p++) {
         if (rc == 0) {

@@ -150,7 +150,7 @@ static void tell_mode(struct launcher *l)
 }
 
 /* Where the step protocol goes on from: the newest complete step, which io_worker names. */
-static void set_counters(struct launcher *l)
+static int set_counters(struct launcher *l)
 {
     struct coordinator *c = &l->coordinator;
     const struct worker_control *io = l->session.io;
@@ -160,6 +160,10 @@ static void set_counters(struct launcher *l)
     c->evaluating = 0;
     samples_drop(l);
     c->window.count = io->spike_count;
+    if (c->window.count > SPIKE_WINDOW_STEPS)
+        return error_set(ERROR_DAMAGED,
+                         "io_worker says that %u losses are known, expected at most %d",
+                         c->window.count, SPIKE_WINDOW_STEPS);
     memcpy(c->window.loss, io->spike_loss, sizeof c->window.loss);
     memcpy(c->window.norm, io->spike_norm, sizeof c->window.norm);
     /* relaxed: the release of the generation comes after */
@@ -167,12 +171,14 @@ static void set_counters(struct launcher *l)
     atomic_store_explicit(&o->apply_step, io->resume_step, memory_order_relaxed);
     atomic_store_explicit(&o->evaluate_request, 0, memory_order_relaxed);
     atomic_store_explicit(&o->generate_request, 0, memory_order_relaxed);
+    return 0;
 }
 
 int coordinator_rejoin(struct launcher *l)
 {
     uint64_t complete = l->session.io->resume_step;
-    set_counters(l);
+    if (set_counters(l) < 0)
+        return -(int)error_kind_now();
     if (!l->restart.redo)
         progress_say(l->progress, "restarted; going on after step %llu",
                      (unsigned long long)complete);
@@ -186,7 +192,8 @@ int coordinator_begin(struct launcher *l)
     char warning[256];
     coordinator_end(l);
     memset(c, 0, sizeof *c);
-    set_counters(l);
+    if (set_counters(l) < 0)
+        return -(int)error_kind_now();
     c->first = resumed + 1;
     c->announced = c->lined = resumed;
     c->read_base = fact(&l->session.io->bytes_read); /* of the start */
@@ -549,7 +556,7 @@ static int has_validation(const struct launcher *l)
     return l->config.data_validation.count > 0 || l->config.data_val_fraction > 0.0;
 }
 
-/* Evaluates the newest commit when that is due: 1 while it goes on. */
+/* Evaluates the newest commit when that is due: 1 while it goes on, or negative. */
 static int evaluate(struct launcher *l)
 {
     struct session *s = &l->session;
@@ -581,8 +588,9 @@ static int evaluate(struct launcher *l)
     if (fact(&s->gpu->generated) < drawn)
         return 1;
     if (c->evaluating == 2 && l->config.eval_sample_prompts.count) {
+        if (samples_begin(l, step) < 0)
+            return -(int)error_kind_now();
         c->evaluating = 3;
-        samples_begin(l, step);
     }
     if (c->evaluating == 3 && samples_turn(l))
         return 1;
@@ -597,6 +605,8 @@ int coordinator_turn(struct launcher *l)
         return -(int)error_kind_now();
     after_commit(l);
     int evaluating = evaluate(l);
+    if (evaluating < 0)
+        return evaluating;
     begin_next(l);
     int exporting = export_pending(l); /* before asking how it went: that is written first */
     if (tell_lost_exports(l) < 0)

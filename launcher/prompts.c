@@ -191,6 +191,28 @@ int prompts_encode(struct launcher *l, const char *const *texts, uint64_t n, str
     return rc;
 }
 
+int prompts_take_generated(const struct launcher *l, const struct prompts *prompts,
+                           struct generated **out)
+{
+    const struct generated *g = segment_region(&l->session.segment, REGION_GENERATED, 0);
+    uint64_t tokens_max = l->session.plan->generate.max_new_tokens;
+    uint64_t bytes = generated_bytes(prompts->n, tokens_max);
+    *out = malloc(bytes);
+    CHECK(*out != NULL);
+    memcpy(*out, g, bytes);
+    int whole = (*out)->prompts == prompts->n && (*out)->tokens_max == tokens_max;
+    for (uint64_t p = 0; whole && p < prompts->n; p++)
+        whole = generated_counts(*out)[p] <= tokens_max;
+    if (whole)
+        return 0;
+    free(*out);
+    *out = NULL;
+    return error_set(ERROR_DAMAGED,
+                     "what gpu_worker generated: expected %" PRIu64 " prompts and at most %" PRIu64
+                     " tokens of each",
+                     prompts->n, tokens_max);
+}
+
 static void put_ids(FILE *file, const char *name, const int32_t *ids, uint64_t n)
 {
     (void)fprintf(file, "%s=", name);

@@ -21,6 +21,11 @@ struct prompts {
  */
 int prompts_encode(struct launcher *l, const char *const *texts, uint64_t n, struct prompts *out);
 
+/* What gpu_worker generated for `prompts`, copied out of shared memory; freed by the caller.
+ * ERROR_DAMAGED: its numbers are not this plan's. */
+int prompts_take_generated(const struct launcher *l, const struct prompts *prompts,
+                           struct generated **out);
+
 /*
  * The text of each continuation (generated ids, `counts` of them for each prompt): texts[p] is
  * allocated and bytes[p] long, special tokens left out. Pieces of characters that the model did not

@@ -29,22 +29,23 @@ static void cannot_decode(struct launcher *l, struct samples *s)
     error_clear();
 }
 
-void samples_begin(struct launcher *l, uint64_t step)
+int samples_begin(struct launcher *l, uint64_t step)
 {
-    const struct generated *g = segment_region(&l->session.segment, REGION_GENERATED, 0);
     const struct prompts *prompts = l->sample_prompts;
-    uint64_t bytes = generated_bytes(g->prompts, g->tokens_max);
+    struct generated *generated;
+    if (prompts_take_generated(l, prompts, &generated) < 0)
+        return -(int)error_kind_now();
     struct samples *s = calloc(1, sizeof *s);
-    CHECK(s != NULL && prompts->n == g->prompts);
+    CHECK(s != NULL);
     l->samples = s;
     s->step = step;
-    s->generated = malloc(bytes);
+    s->generated = generated;
     s->texts = calloc(prompts->n, sizeof *s->texts);
     s->bytes = calloc(prompts->n, sizeof *s->bytes);
-    CHECK(s->generated && s->texts && s->bytes);
-    memcpy(s->generated, g, bytes);
+    CHECK(s->texts && s->bytes);
     if (prompts_decode_begin(&s->decoding, l, prompts, s->generated, s->texts, s->bytes) < 0)
         cannot_decode(l, s);
+    return 0;
 }
 
 /* At the end of a character. NUL bytes, which only the byte tokenizer makes, end what is shown. */

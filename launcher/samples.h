@@ -8,8 +8,9 @@
 
 #include "launcher/launcher.h"
 
-/* Takes what gpu_worker generated from the version of `step` and begins to decode it. */
-void samples_begin(struct launcher *l, uint64_t step);
+/* Takes what gpu_worker generated from the version of `step` and begins to decode it.
+ * ERROR_DAMAGED: that cannot be what it generated. */
+int samples_begin(struct launcher *l, uint64_t step);
 
 /* 1: not there yet. 0: they are told. A decoder that fails stops no training: that is told instead,
  * and the events have no text. */

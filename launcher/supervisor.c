@@ -218,12 +218,18 @@ static int start_over(struct launcher *l, struct obituaries *o, const char *what
                : RESTART_ALL;
 }
 
+/* What cannot be in a control page was damaged there. */
+static int unless_damaged(struct launcher *l, struct obituaries *o, int rc)
+{
+    return rc == -ERROR_DAMAGED ? start_over(l, o, error_text()) : rc;
+}
+
 /* One turn of the job. GO_ON, DONE, RESTART_ALL, or negative. */
 static int turn(struct launcher *l, const struct supervisor_job *job, struct obituaries *o)
 {
     int rc = job->turn(l);
-    if (rc == -ERROR_DAMAGED)
-        return start_over(l, o, error_text());
+    if (rc < 0)
+        return unless_damaged(l, o, rc);
     if (rc == 0 && l->config.run_watchdog && watchdog_nothing_moves(l))
         return start_over(l, o, "nothing moves: every worker waits for another");
     return rc > 0 ? DONE : rc;
@@ -245,13 +251,13 @@ static int live(struct launcher *l, const struct supervisor_job *job, struct obi
             return rc;
         if (!begun) {
             if ((rc = start_up(l, job, &started)) < 0)
-                return rc;
+                return unless_damaged(l, o, rc);
             begun = rc;
             if (!begun)
                 continue;
         }
         if ((rc = restart_one(l, job)) < 0)
-            return rc;
+            return unless_damaged(l, o, rc);
         if (rc == 0 && (rc = turn(l, job, o)) != GO_ON)
             return rc;
     }

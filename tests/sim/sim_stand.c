@@ -628,10 +628,11 @@ void layers_embedding_backward(struct layers *l, float *gradients, const struct 
 
 /* -- generation: not simulated -- */
 
-void samples_begin(struct launcher *l, uint64_t step)
+int samples_begin(struct launcher *l, uint64_t step)
 {
     (void)l;
     (void)step;
+    return 0;
 }
 
 int samples_turn(struct launcher *l)
