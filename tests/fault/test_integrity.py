@@ -213,6 +213,20 @@ def a_counter_that_leaps_is_no_end_of_the_launcher(t):
         check("io_worker says" in d.live.output(), d.live.output())
 
 
+@test
+def numbers_of_a_generation_that_cannot_be_are_no_end_of_the_launcher(t):
+    """Flipped when gpu_worker has written them and not announced them yet: prompts, tokens of each at most, tokens of one."""
+    for field, offset in (("prompts", 0), ("tokens_max", 8), ("count", 16)):
+        once = os.path.join(t.dir, field)
+        with Disturbed(t, "run-" + field, {"MTLAUNCH_FAULT": "gpu_generated@gpu_worker.0:stop:1", "MTLAUNCH_FAULT_ONCE": once},
+                       eval={"interval": 2, "sample_prompts": ["The"], "sample_tokens": 3}) as d:
+            d.live.wait_for(lambda: os.path.exists(once) and process_state(d.segment.pid_of("gpu"))[0] == "T", "a generation")
+            d.segment.flip(d.segment.layout["regions"]["GENERATED"]["offset"] + offset, 40)
+            os.kill(d.segment.pid_of("gpu"), signal.SIGCONT)
+            equal(ends_right(d.run, d.live), "T2", "how it went on, %s" % field)
+            check("what gpu_worker generated" in d.live.output(), d.live.output())
+
+
 # -- page tables --
 
 
