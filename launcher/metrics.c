@@ -23,6 +23,7 @@ struct metrics {
     int complained;
     uint64_t evaluated;        /* step of the newest eval event */
     uint64_t sampled, samples; /* step of the newest sample events, prompts they answered */
+    uint64_t lines;            /* of steps, found by repair() */
     off_t durable;             /* bytes of the file that are surely on disk */
     char *fresh;               /* the lines behind them */
     size_t fresh_bytes;
@@ -67,12 +68,27 @@ static int filter(struct metrics *m, FILE *in, FILE *out, uint64_t committed, lo
         int bad = step == UINT64_MAX || step > committed;
         dropped |= bad;
         note_evaluation(m, line);
+        m->lines += !bad && step > 0;
         if (!dropped)
             *keep = ftell(in);
         else if (!bad)
             (void)fputs(line, out);
     }
     return dropped;
+}
+
+/* Each committed step had its line before its commit: what lacks was damaged or taken away since.
+ */
+static void tell_missing(const struct metrics *m, uint64_t committed)
+{
+    if (m->lines == committed)
+        return;
+    (void)fputs("warning: ", stderr);
+    printable_put(m->path, stderr);
+    (void)fprintf(stderr,
+                  ": expected a line of each of %llu committed steps, found %llu whole ones; the "
+                  "run's state does not depend on them\n",
+                  (unsigned long long)committed, (unsigned long long)m->lines);
 }
 
 /* Lines behind the first dropped one are few: events of the steps in flight. */
@@ -152,6 +168,7 @@ int metrics_open(struct metrics **out, const char *directory, uint64_t committed
         metrics_close(m);
         return -(int)error_kind_now();
     }
+    tell_missing(m, committed);
     *out = m;
     return 0;
 }

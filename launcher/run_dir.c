@@ -13,6 +13,7 @@
 
 #include "launcher/orphans.h"
 #include "launcher/run_lock.h"
+#include "launcher/socket_dir.h"
 #include "procs/error.h"
 #include "procs/fault.h"
 #include "procs/printable.h"
@@ -180,27 +181,20 @@ static int identify(struct run_dir *run)
 
 /* -- what killed launchers left -- */
 
-/* Only a socket directory that is ours by name, kind and owner: the text may be anybody's. */
+/* Of a launcher that is dead: the text may have been copied from a run that lives, or be anybody's,
+ * so the name must be one of ours, and nobody may listen there. */
 static void remove_socket(const char *endpoint)
 {
     char directory[] = "/tmp/mtlaunch-XXXXXX";
     const size_t name = sizeof directory - 1;
-    struct stat st;
     if (strlen(endpoint) != name + 4 || strcmp(endpoint + name, "/ctl") != 0 ||
         strncmp(endpoint, directory, name - 6) != 0 || memchr(endpoint + name - 6, '/', 6))
         return;
     memcpy(directory, endpoint, name);
-    int fd = open(directory, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (fd < 0)
-        return;
-    if (fstat(fd, &st) == 0 && st.st_uid == geteuid()) {
-        (void)unlinkat(fd, "ctl", 0); /* a leftover; its absence is fine */
-        (void)rmdir(directory);       /* fails where something else lies in it */
-    }
-    (void)close(fd); /* a directory */
+    socket_dir_remove_dead(directory, 0);
 }
 
-/* We hold the lock, so whoever wrote its text is dead. */
+/* We hold the lock: whoever wrote its text here is dead. */
 static void remove_leftovers(const struct run_dir *run, enum run_dir_mode mode)
 {
     static const char *const files[] = {"run.id.new", "config.toml.new"};
@@ -438,7 +432,14 @@ int run_dir_read_config(const char *path, struct config *config)
         return error_set(ERROR_USER, "%s: the path is too long", path);
     if (access(file, R_OK) < 0)
         return error_set(ERROR_USER, "%s: not a run directory: no config.toml in it", path);
-    return config_load(config, file, NULL, 0);
+    if (config_load(config, file, NULL, 0) < 0)
+        return -(int)error_kind_now();
+    char *here = strdup(path);
+    if (!here)
+        return error_set(ERROR_FAILED, "out of memory");
+    free(config->run_output_dir); /* where it was when it was written: it may be moved, or a copy */
+    config->run_output_dir = here;
+    return 0;
 }
 
 int run_dir_adopt_config(struct run_dir *run, const struct config *config)

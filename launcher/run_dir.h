@@ -39,7 +39,8 @@ int run_dir_lock_stores(struct run_dir *run, const struct config *config, enum r
  * then puts it into the directory. */
 int run_dir_adopt_config(struct run_dir *run, const struct config *config);
 
-/* Reads the configuration of an existing run. */
+/* Reads the configuration of an existing run. Its output_dir is `path`, wherever the run was when
+ * that was written: a copy has its own store, and a moved run is where it is. */
 int run_dir_read_config(const char *path, struct config *config);
 
 /* Says in the lock file how to reach this launcher, and reads it. `endpoint`: PLAN_ENDPOINT_BYTES,

@@ -1,68 +1,25 @@
 #include "launcher/session.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/signalfd.h>
-#include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/un.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "ipc/worker.h"
 #include "launcher/metrics.h"
+#include "launcher/socket_dir.h"
 #include "launcher/watchdog.h"
 #include "procs/check.h"
 #include "procs/clock.h"
 #include "procs/error.h"
 #include "procs/fault.h"
 
-enum { SWEEP_AGE_S = 60 };
-
 static int has_gpu(const struct plan *plan)
 {
     return plan->mode == PLAN_TRAIN || plan->mode == PLAN_EVALUATE || plan->mode == PLAN_GENERATE;
-}
-
-/* A launcher that was killed leaves its socket directory; whoever starts next removes it. Only what
- * is ours, older than any start takes, and where nobody listens. */
-static void sweep_directory(const char *directory)
-{
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
-    struct stat st;
-    int n = snprintf(address.sun_path, sizeof address.sun_path, "%s/ctl", directory);
-    if (n < 0 || n >= (int)sizeof address.sun_path || lstat(directory, &st) < 0 ||
-        !S_ISDIR(st.st_mode) || st.st_uid != geteuid() || time(NULL) - st.st_mtime < SWEEP_AGE_S)
-        return;
-    /* a listener that accepts nobody any more must not hold us up: it is somebody */
-    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    int rc = fd < 0 ? 0 : connect(fd, (const struct sockaddr *)&address, sizeof address);
-    int nobody = rc < 0 && (errno == ECONNREFUSED || errno == ENOENT);
-    if (fd >= 0)
-        (void)close(fd);
-    if (nobody) {
-        (void)unlink(address.sun_path); /* may never have been bound */
-        (void)rmdir(directory);         /* fails where something else lies in it */
-    }
-}
-
-static void sweep_sockets(void)
-{
-    char path[300];
-    DIR *tmp = opendir("/tmp");
-    if (!tmp)
-        return;
-    for (struct dirent *e; (e = readdir(tmp));) {
-        if (strncmp(e->d_name, "mtlaunch-", 9) != 0 || strlen(e->d_name) != 15)
-            continue;
-        (void)snprintf(path, sizeof path, "/tmp/%s", e->d_name);
-        sweep_directory(path);
-    }
-    (void)closedir(tmp); /* read only */
 }
 
 static int bind_channel(struct launcher *l)
@@ -70,7 +27,7 @@ static int bind_channel(struct launcher *l)
     struct session *s = &l->session;
     char address[PLAN_ENDPOINT_BYTES + 8];
     if (l->generation == 1)
-        sweep_sockets();
+        socket_dir_sweep();
     (void)snprintf(s->socket_dir, sizeof s->socket_dir, "/tmp/mtlaunch-XXXXXX");
     if (!mkdtemp(s->socket_dir)) {
         s->socket_dir[0] = '\0';

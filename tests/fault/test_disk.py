@@ -280,5 +280,34 @@ def a_flipped_bit_in_the_newest_commit_goes_one_commit_back(t):
     check_undisturbed(run)
 
 
+@test
+def a_line_of_the_metrics_that_is_gone_is_told_by_the_next_start(t):
+    run = disk_run(t.dir)
+    run.ok("--run.stop_after_step=3", status=STOPPED)
+    with open(run.metrics_path) as f:
+        lines = f.readlines()
+    with open(run.metrics_path, "w") as f:
+        f.writelines(line.replace('{"step": 2,', 'x"step": 2,') for line in lines if '{"step": 1,' not in line)
+    result = run.ok()
+    check_said(result, r"metrics.jsonl: expected a line of each of 3 committed steps, found 1 whole")
+    equal(run.steps(), [3, 4], "step lines")
+    equal(run.digest(), check_undisturbed.__self__.learn().digest, "digest")
+    run = disk_run(t.dir, "whole")
+    run.ok("--run.stop_after_step=3", status=STOPPED)
+    check("whole ones" not in run.ok().err, "a false alarm")
+
+
+@test
+def a_file_size_limit_is_told_and_costs_nothing(t):
+    """The kernel's answer to a write past it is a deadly signal, unless one asks for an error."""
+    run = disk_run(t.dir)
+    for limit in (100, 65536, 1000000):
+        result = mtlaunch(run.file, status=FAILED,
+                          preexec=lambda n=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (n, n)))
+        check_said(result, "File too large")
+    run.ok()
+    check_undisturbed(run)
+
+
 enter_namespace()
 main()

@@ -134,6 +134,41 @@ def a_copy_with_its_own_store_is_a_run_of_its_own(t):
 
 
 @test
+def a_copy_of_a_live_run_leaves_the_socket_of_the_original(t):
+    """It stands in the copied run.lock, too: without it no worker of the original could be woken, and none stopped."""
+    run, copy = endless(t), os.path.join(t.dir, "copy")
+    with Frozen(run):
+        shutil.copytree(run.dir, copy)
+        with open(os.path.join(copy, "run.lock")) as f:
+            path = f.readline().strip()
+        mtlaunch("digest", copy, status=DONE)
+        mtlaunch(run.file, "--run.output_dir=" + copy, "--run.stop_after_step=8", status=STOPPED)
+        check(os.path.exists(path), "the original's %s was removed" % path)
+
+
+@test
+def commands_on_a_copied_or_moved_run_look_at_its_own_store(t):
+    run = tiny_run(t.dir, training={"steps": 3})
+    run.ok()
+    digests = run.digest()
+    copy, moved = os.path.join(t.dir, "copy"), os.path.join(t.dir, "moved")
+    shutil.copytree(run.dir, copy)
+    with open(os.path.join(copy, "store", "slots"), "r+b") as f:
+        f.write(b"x" * os.path.getsize(f.name))
+    mtlaunch("scrub", copy, status=FAILED)
+    mtlaunch("digest", copy, status=FAILED)
+    mtlaunch("export", copy, os.path.join(t.dir, "bad"), status=FAILED)
+    mtlaunch("scrub", run.dir, status=DONE)
+    os.rename(run.dir, moved)
+    mtlaunch("scrub", moved, status=DONE)
+    equal(digest(moved), digests, "digest where it is now")
+    mtlaunch("export", moved, os.path.join(t.dir, "out"), status=DONE)
+    equal(tree(os.path.join(t.dir, "out")), tree(os.path.join(moved, "export", "step-3")), "export")
+    mtlaunch("generate", moved, "--prompt", "a", "--max-new-tokens", "2", status=DONE)
+    check(not os.path.exists(run.dir), "made again: %s" % run.dir)
+
+
+@test
 def two_runs_that_begin_on_one_store_at_once(t):
     """One gets it, whoever was first; the other leaves nothing of its own behind."""
     for i in range(6):
@@ -577,6 +612,18 @@ def a_listener_that_accepts_nobody_holds_up_no_start(t):
             check(os.path.exists(trap + "/ctl"), "a live launcher's socket was removed")
     finally:
         shutil.rmtree(trap, ignore_errors=True)
+
+
+@test
+def an_answer_that_cannot_be_written_is_no_success(t):
+    run = tiny_run(t.dir, training={"steps": 1})
+    with open("/dev/full", "w") as full:
+        equal(subprocess.run([MTLAUNCH, run.file], env=environment(), stdout=full, stderr=full).returncode, DONE,
+              "training, which answers in files")
+        for arguments in (["digest", run.dir], ["scrub", run.dir], ["--version"]):
+            done = subprocess.run([MTLAUNCH] + arguments, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
+            equal(done.returncode, FAILED, "status of %s" % arguments[0])
+            check("standard output" in done.stderr and "No space" in done.stderr, "told: %s" % done.stderr)
 
 
 def cgroup_of(pid):
