@@ -50,6 +50,16 @@ static int compare_run(const struct store *store, const struct store_directory *
     return refuse(directory, "run", want, have);
 }
 
+/* A directory of this run's own, but another one: nothing to be freed. */
+static int compare_place(const struct store_directory *directory, unsigned d)
+{
+    if (directory->content.directory == d)
+        return 0;
+    (void)error_set(ERROR_USER, "%s: expected directory %u of offload_dir, found directory %u",
+                    directory->superblock.path, d + 1, directory->content.directory + 1);
+    return error_hint("are its disks mounted in each other's place? Nothing was changed");
+}
+
 /* A READY store must be exactly what the options describe. */
 static int compare_geometry(const struct store *store, unsigned d)
 {
@@ -58,7 +68,7 @@ static int compare_geometry(const struct store *store, unsigned d)
     const struct store_options *options = &store->options;
     if (compare_number(directory, "number of directories", options->n_directories,
                        super->n_directories) < 0 ||
-        compare_number(directory, "place in offload_dir", d, super->directory) < 0 ||
+        compare_place(directory, d) < 0 ||
         compare_number(directory, "page size (page_elements)", options->layout->page_elements,
                        super->page_elements) < 0)
         return -ERROR_USER;

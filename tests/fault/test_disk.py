@@ -251,6 +251,27 @@ def a_missing_directory_of_two_is_named(t):
         mtlaunch("clean", run.dir, status=DONE)
 
 
+@test
+def directories_in_each_others_place_are_told_and_not_to_be_freed(t):
+    a, b, c = (os.path.join(t.dir, "store-" + name) for name in "abc")
+
+    def swap():
+        for old, new in ((a, c), (b, a), (c, b)):
+            os.rename(old, new)
+
+    run = disk_run(t.dir, memory={"offload_dir": [a, b]})
+    run.ok("--run.stop_after_step=2", status=STOPPED)
+    swap()
+    before = tree(a), tree(b)
+    result = run.ok(status=USER)
+    check_said(result, "expected directory 1 of offload_dir, found directory 2", "each other's place")
+    check("clean" not in result.err, "a hint that would cost the run: %s" % result)
+    equal((tree(a), tree(b)), before, "the directories")
+    swap()
+    run.ok()
+    check_undisturbed(run)
+
+
 def flip_committed_bit(run):
     """Flips one bit of the newest commit in a slot; returns what digest said."""
     path = os.path.join(store_of(run), "slots")
