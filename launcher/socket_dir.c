@@ -59,3 +59,9 @@ void socket_dir_sweep(void)
     if (tmp)
         (void)closedir(tmp); /* read only */
 }
+
+int socket_dir_is_there(const char *endpoint)
+{
+    struct stat st;
+    return lstat(endpoint, &st) == 0 && S_ISSOCK(st.st_mode);
+}

@@ -14,6 +14,7 @@
 #include "launcher/metrics.h"
 #include "launcher/progress.h"
 #include "launcher/restart.h"
+#include "launcher/socket_dir.h"
 #include "launcher/watchdog.h"
 #include "procs/clock.h"
 #include "procs/error.h"
@@ -235,6 +236,16 @@ static int turn(struct launcher *l, const struct supervisor_job *job, struct obi
     return rc > 0 ? DONE : rc;
 }
 
+/* A successor must find the socket: one that cannot be woken makes every step slow, silently. */
+static int restart_tier(const struct launcher *l)
+{
+    if (socket_dir_is_there(l->session.plan->endpoint))
+        return RESTART_ONE;
+    progress_warn(l->progress, "%s is gone: something removed it; all workers get another one",
+                  l->session.plan->endpoint);
+    return RESTART_ALL;
+}
+
 /* Until READY, then the job's turns. A verdict, or negative. */
 static int live(struct launcher *l, const struct supervisor_job *job, struct obituaries *o)
 {
@@ -243,6 +254,8 @@ static int live(struct launcher *l, const struct supervisor_job *job, struct obi
         if ((rc = session_wait(l, WORKER_POLL_MS)) < 0 || (rc = check_signals(l)) < 0 ||
             (rc = check_children(l, job, o, begun)) < 0)
             return rc;
+        if (rc == RESTART_ONE)
+            rc = restart_tier(l);
         if (rc == DONE || rc == RESTART_ALL)
             return rc;
         if (rc == RESTART_ONE)

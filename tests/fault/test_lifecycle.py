@@ -522,6 +522,28 @@ def scratch_of(pid):
     return None
 
 
+def socket_of(run):
+    with open(os.path.join(run.dir, "run.lock")) as f:
+        return f.readline().strip()
+
+
+@test
+def a_socket_that_a_cleaner_removed_is_made_anew_when_somebody_must_find_it(t):
+    run = endless(t)
+    with run.start() as live:
+        live.wait_committed(3)
+        before = socket_of(run)
+        shutil.rmtree(os.path.dirname(before))
+        os.kill(live.children("opt_worker")[0][0], signal.SIGKILL)
+        live.wait_for(lambda: socket_of(run) not in ("", before) and os.path.exists(socket_of(run)), "another socket")
+        live.wait_committed(max(line.get("step", 0) for line in run.lines(tolerant=True)) + 3)
+        mtlaunch("stop", run.dir, status=DONE)
+        equal(live.wait(), STOPPED, "status")
+        check("is gone" in live.output(), "not told: %s" % live.output()[-2000:])
+    equal([e["tier"] for e in run.events("restart")], ["T2"], "restarts")
+    run.check_steps(len(run.steps()))
+
+
 @test
 def a_scratch_directory_in_use_stays(t):
     run = endless(t)
