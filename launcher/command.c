@@ -1,4 +1,5 @@
 #include "launcher/command.h"
+#include "launcher/limits.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -72,6 +73,8 @@ int command_main(int argc, char **argv)
     if (strcmp(name, "help") == 0 || strcmp(name, "--help") == 0 || strcmp(name, "-h") == 0)
         return argc > 1 ? help() : (help(), ERROR_USER);
     struct arguments a = {argc - 2, argv + 2};
+    if (limits_open() < 0)
+        return command_fail();
     for (int i = 0; i < ROWS; i++)
         if (strcmp(name, rows[i].name) == 0)
             return rows[i].run(&a);

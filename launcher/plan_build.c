@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "ipc/page_image.h"
+#include "launcher/limits.h"
 #include "launcher/machine.h"
 #include "launcher/prompts.h"
 #include "launcher/size.h"
@@ -464,6 +465,8 @@ int plan_build(struct plan **out, const struct launcher *l, const struct plan_re
         set_rings(plan, &l->layout);
         plan_place_regions(plan, &l->layout);
         rc = set_budget(plan, c, &l->layout);
+    if (rc == 0)
+        rc = limits_check(plan);
     }
     if (rc < 0) {
         free(plan);

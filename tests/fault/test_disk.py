@@ -330,5 +330,26 @@ def a_file_size_limit_is_told_and_costs_nothing(t):
     check_undisturbed(run)
 
 
+def limited(resource_name, soft, hard):
+    return lambda: resource.setrlimit(getattr(resource, resource_name), (soft, hard))
+
+
+@test
+def limits_under_which_a_library_would_abort_or_spin_are_refused_with_numbers(t):
+    """libzmq aborts without descriptors; OpenBLAS tries for ever to map a buffer."""
+    run = disk_run(t.dir)
+    for name, limit, what in (("RLIMIT_NOFILE", 10, "open files: expected to be allowed 64, found a limit of 10"),
+                              ("RLIMIT_NOFILE", 70, "expected to be allowed 72, found a limit of 70"),
+                              ("RLIMIT_AS", 100 << 20, "address space: each worker needs"),
+                              ("RLIMIT_DATA", 30 << 20, "private memory: each worker needs")):
+        result = mtlaunch(run.file, "--optimizer.workers=2", status=FIT, timeout=20, preexec=limited(name, limit, limit))
+        check_said(result, what)
+        check_said(result, "ulimit")
+        check(not os.path.exists(run.dir), "a refused start left %s" % run.dir)
+    equal(mtlaunch("stop", "nowhere", status=FIT, preexec=limited("RLIMIT_NOFILE", 10, 10)).out, "", "said")
+    mtlaunch(run.file, status=DONE, preexec=limited("RLIMIT_NOFILE", 12, 4096))  # a soft limit is raised
+    check_undisturbed(run)
+
+
 enter_namespace()
 main()

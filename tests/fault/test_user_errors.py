@@ -354,11 +354,11 @@ def tokenizer_that_does_not_fit(t):
 
 
 @test
-def sample_prompts_without_a_tokenizer_that_is_built_in(t):
+def sample_prompts_without_a_tokenizer(t):
     shard = write_nanogpt_shard(os.path.join(t.dir, "s.bin"), tokens_of(2000))
     run = tiny_run(t.dir, file=shard)
     run.change(model={"tokenizer": ""}, eval={"interval": 1, "sample_prompts": ["a"]})
-    run_fails(t, run, "[eval] sample_prompts", '"bytes"')
+    run_fails(t, run, "a prompt is text", "there is no tokenizer for it", "model.tokenizer")
 
 
 # -- data --
