@@ -465,8 +465,8 @@ int plan_build(struct plan **out, const struct launcher *l, const struct plan_re
         set_rings(plan, &l->layout);
         plan_place_regions(plan, &l->layout);
         rc = set_budget(plan, c, &l->layout);
-    if (rc == 0)
-        rc = limits_check(plan);
+        if (rc == 0)
+            rc = limits_check(plan);
     }
     if (rc < 0) {
         free(plan);
