@@ -152,8 +152,8 @@ def a_kill_during_recovery_is_recovered_from(t):
             t.note("second kill: %s in generation %s, %s" % (
                 role, seen and seen["generation"], seen and seen["activity"]))
             equal(live.wait(), DONE, "status: %s" % live.output())
-        # nobody takes over from who died in a flush: that successor leaves by itself
-        left = live.output().count("how that ended is not known")
+            # nobody takes over from who died in a flush: that successor leaves by itself
+            left = live.output().count("how that ended is not known")
         equal(len(names_of(trial.run)), (2 if seen else 1) + left, "deaths")
         expected.check(trial.run)
         trial.check_nothing_left()
