@@ -90,7 +90,7 @@ SIM_PRODUCT := procs/fault.c procs/printable.c $(addprefix ipc/,message.c page_i
 SIM_HEADERS := $(wildcard $(addsuffix /*.h,$(FOLDERS)))
 SIM_COPIES  := $(addprefix $(SIM)/src/,$(SIM_PRODUCT) $(SIM_HEADERS))
 SIM_FLAGS   := -std=gnu11 -g -O2 -ffunction-sections -mavx2 -ffp-contract=off -fno-math-errno -D_GNU_SOURCE -DMTLAUNCH_SIM -DXXH_INLINE_ALL \
-               -I$(SIM)/src $(if $(COVERAGE),--coverage -O0 -Wno-maybe-uninitialized)
+               -I$(SIM)/src $(if $(COVERAGE),--coverage -DMTLAUNCH_COVERAGE -O0 -Wno-maybe-uninitialized)
 # whom the simulator listens to: its own function of that name calls real_...
 SIM_WATCHED_ipc/ring     := ring_publish ring_consume
 SIM_WATCHED_ipc/worker   := worker_check worker_pause worker_ready worker_fact
