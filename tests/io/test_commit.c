@@ -56,6 +56,64 @@ static void the_record_carries_what_was_given(void **state)
     fixture_destroy(&f);
 }
 
+/* Sealed, so that only what is wrong speaks; each refusal names it. */
+static void expect_refusal(const struct fixture *f, struct commit_record *record, const char *why)
+{
+    commit_record_seal(record);
+    assert_true(commit_record_verify(record, f->options.run, record->store) < 0);
+    if (!strstr(error_text(), why))
+        fail_msg("expected \"%s\", found \"%s\"", why, error_text());
+}
+
+static void a_record_that_does_not_fit_is_refused_by_name(void **state)
+{
+    (void)state;
+    struct fixture f;
+    begin(&f, DTYPE_FLOAT32, 1, 1);
+    struct commit_record good = f.record, r = good;
+    assert_int_equal(commit_record_verify(&good, f.options.run, good.store), 0);
+    r.run[3] ^= 1;
+    expect_refusal(&f, &r, "of another run");
+    r = good;
+    r.table_place = 2;
+    expect_refusal(&f, &r, "table place: expected 0 or 1, found 2");
+    r = good;
+    r.facts.spike_count = SPIKE_WINDOW_STEPS + 1;
+    expect_refusal(&f, &r, "spike window: expected at most 32, found 33");
+    r = good;
+    memset(r.facts.lineage, 'x', sizeof r.facts.lineage);
+    expect_refusal(&f, &r, "lineage: expected a text, found no end");
+    r = good;
+    r.store[0] ^= 1;
+    assert_true(commit_record_verify(&r, f.options.run, good.store) < 0); /* not sealed again */
+    assert_non_null(strstr(error_text(), "hash: expected"));
+    commit_record_seal(&r);
+    assert_true(commit_record_verify(&r, f.options.run, good.store) < 0);
+    assert_non_null(strstr(error_text(), "of another store"));
+    fixture_destroy(&f);
+}
+
+/* A digest table of another run, or none at all, has no sequence. */
+static void a_table_names_its_run(void **state)
+{
+    (void)state;
+    struct fixture f;
+    static unsigned char head[4096];
+    begin(&f, DTYPE_FLOAT32, 1, 1);
+    struct commit_table_source source = {
+        .sequence = 7, .n_pages = f.layout.n_pages, .table = f.committed};
+    memcpy(source.run, f.options.run, sizeof source.run);
+    commit_table_fill(&source, 0, head, sizeof head);
+    assert_int_equal(commit_table_sequence(head, f.options.run), 7);
+    uint8_t other[RUN_UUID_BYTES];
+    memcpy(other, f.options.run, sizeof other);
+    other[15] ^= 1;
+    assert_true(commit_table_sequence(head, other) == UINT64_MAX);
+    head[0] ^= 1; /* the magic */
+    assert_true(commit_table_sequence(head, f.options.run) == UINT64_MAX);
+    fixture_destroy(&f);
+}
+
 /* -- hashes -- */
 
 static void the_state_hash_sees_state_and_nothing_else(void **state)
@@ -539,6 +597,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(what_was_committed_is_recovered),
         cmocka_unit_test(the_record_carries_what_was_given),
+        cmocka_unit_test(a_record_that_does_not_fit_is_refused_by_name),
+        cmocka_unit_test(a_table_names_its_run),
         cmocka_unit_test(the_state_hash_sees_state_and_nothing_else),
         cmocka_unit_test(the_weights_hash_depends_on_the_weights_alone),
         cmocka_unit_test(a_flipped_bit_in_any_region_costs_one_step_and_is_placed),

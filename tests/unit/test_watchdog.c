@@ -48,6 +48,9 @@ static void slow_operations_get_ten_times_their_99th_percentile(void **state)
     seen(OPERATION_APPLY, 24, 20); /* 16.8 to 33.6 s */
     assert_true(watchdog_deadline_s(&control, OPERATION_APPLY) == 10 * 33.554432);
     assert_true(watchdog_deadline_s(&control, OPERATION_NORM) == 60); /* each has its own */
+    seen(OPERATION_NORM, CONTROL_BEAT_BUCKETS - 1, 1000);             /* none is beyond the last */
+    double longest = 10e-6 * (double)((uint64_t)2 << (CONTROL_BEAT_BUCKETS - 1));
+    assert_true(watchdog_deadline_s(&control, OPERATION_NORM) >= longest * 0.999);
 }
 
 static void tests_replace_the_floors_only(void **state)
