@@ -116,6 +116,12 @@ int child_poll(struct child *child)
     return 1;
 }
 
+int child_has_ended(const struct child *child)
+{
+    struct pollfd end = {.fd = child->pid_fd, .events = POLLIN};
+    return child->state != CHILD_RUNNING || poll(&end, 1, 0) > 0;
+}
+
 void child_signal(struct child *child, int signal)
 {
     if (child->state == CHILD_RUNNING)

@@ -37,6 +37,9 @@ int child_start(struct child *child, int segment_fd);
 /* Reaps without waiting: 1 if it is dead (now or before). */
 int child_poll(struct child *child);
 
+/* Looks only: 1 if it has died, reaped or not. */
+int child_has_ended(const struct child *child);
+
 /* Sends a signal through the pidfd; a dead child is fine. */
 void child_signal(struct child *child, int signal);
 

@@ -39,12 +39,12 @@ static void order(struct launcher *l, _Atomic uint64_t *counter, uint64_t value)
 
 uint64_t coordinator_committed(const struct launcher *l)
 {
-    return l->session.io ? fact(&l->session.io->committed_step) : 0;
+    return l->coordinator.committed;
 }
 
 uint64_t coordinator_complete(const struct launcher *l)
 {
-    return l->session.io ? fact(&l->session.io->complete_step) : 0;
+    return l->coordinator.complete;
 }
 
 /* The last step of this start. */
@@ -82,7 +82,7 @@ static int commit_due(const struct launcher *l, uint64_t step)
 
 static int export_pending(const struct launcher *l)
 {
-    return fact(&l->session.io->exported_step) < l->coordinator.exported;
+    return l->coordinator.written < l->coordinator.exported;
 }
 
 /* -- begin -- */
@@ -155,7 +155,9 @@ static int set_counters(struct launcher *l)
     struct coordinator *c = &l->coordinator;
     const struct worker_control *io = l->session.io;
     struct launcher_control *o = l->session.orders;
-    c->begun = io->resume_step;
+    c->begun = c->complete = io->resume_step;
+    c->committed = fact(&io->committed_step);
+    c->written = fact(&io->exported_step);
     c->t = io->resume_t;
     c->evaluating = 0;
     samples_drop(l);
@@ -176,12 +178,20 @@ static int set_counters(struct launcher *l)
 
 int coordinator_rejoin(struct launcher *l)
 {
-    uint64_t complete = l->session.io->resume_step;
+    const struct coordinator *c = &l->coordinator;
     if (set_counters(l) < 0)
         return -(int)error_kind_now();
+    /* the one fact that a successor of io_worker takes over as it is */
+    int bad = c->written > fact(&l->session.orders->export_step) ||
+              (c->exported > c->given_up && !export_pending(l) && !export_exists(l, c->exported));
+    if (bad && !mutant(MUTANT_facts_of_the_dead))
+        return error_set(ERROR_DAMAGED,
+                         "io_worker said before it died that step %llu is exported; ordered was "
+                         "step %llu, and it is not there",
+                         (unsigned long long)c->written, (unsigned long long)c->exported);
     if (!l->restart.redo)
         progress_say(l->progress, "restarted; going on after step %llu",
-                     (unsigned long long)complete);
+                     (unsigned long long)c->complete);
     return 0;
 }
 
@@ -308,7 +318,7 @@ static int may_decide(const struct launcher *l, uint64_t step)
 {
     const struct session *s = &l->session;
     uint64_t exported = l->coordinator.exported;
-    uint64_t committed = fact(&s->io->committed_step);
+    uint64_t committed = l->coordinator.committed;
     if (fact(&s->orders->apply_step) >= step || fact(&s->gpu->backward_step) < step ||
         l->coordinator.lined + 1 < step || !norms_ready(l, step))
         return 0;
@@ -360,6 +370,8 @@ static int weigh_spike(struct launcher *l, struct step_orders *o)
     }
     switch (judge_again(l, o->step)) {
     case SPIKE_AGAIN:
+        if (mutant(MUTANT_spike_applied_at_once))
+            return 1;
         tell_spike(l, o, "computing it again");
         l->restart.redo = 1;
         restart_begin(l);
@@ -452,13 +464,9 @@ static int ask_commit(struct launcher *l)
 {
     struct launcher_control *orders = l->session.orders;
     struct coordinator *c = &l->coordinator;
-    uint64_t complete = coordinator_complete(l);
+    uint64_t complete = c->complete;
     int due = complete > fact(&orders->commit_step) && commit_due(l, complete);
     if (complete > c->lined) {
-        if (complete != fact(&orders->apply_step)) /* a control page that its worker scribbled on */
-            return error_set(
-                ERROR_DAMAGED, "io_worker says that step %llu is complete, step %llu is applied",
-                (unsigned long long)complete, (unsigned long long)fact(&orders->apply_step));
         if (step_line_write(l, complete) < 0)
             return -(int)error_kind_now();
         c->lined = complete;
@@ -488,7 +496,7 @@ static double overlap(const struct launcher *l, uint64_t step)
 static void after_commit(struct launcher *l)
 {
     struct coordinator *c = &l->coordinator;
-    uint64_t committed = coordinator_committed(l);
+    uint64_t committed = c->committed;
     char fields[128];
     if (committed < c->first || committed <= c->announced)
         return;
@@ -498,7 +506,7 @@ static void after_commit(struct launcher *l)
                    (unsigned long long)committed, overlap(l, committed));
     metrics_event(l->metrics, "commit", fields);
     step_line_show(l, committed);
-    if (export_due(l, committed) && c->exported < committed) {
+    if (export_due(l, committed)) {
         c->exported = committed;
         order(l, &l->session.orders->export_step, committed);
         fault_point(FAULT_launcher_export_ordered);
@@ -561,7 +569,7 @@ static int evaluate(struct launcher *l)
 {
     struct session *s = &l->session;
     struct coordinator *c = &l->coordinator;
-    uint64_t step = coordinator_committed(l);
+    uint64_t step = c->committed;
     if (!evaluation_due(l, step) || c->begun > step || fact(&s->orders->apply_step) > step)
         return 0;
     uint64_t asked = fact(&s->orders->evaluate_request);
@@ -599,8 +607,51 @@ static int evaluate(struct launcher *l)
     return 0;
 }
 
+static int is_dead(const struct launcher *l, enum role role)
+{
+    for (uint32_t i = 0; i < l->session.n_children; i++)
+        if (l->session.children[i].role == role && child_has_ended(&l->session.children[i]))
+            return 1;
+    return 0;
+}
+
+/* What this turn goes by: 1, or negative; 0 if what is new comes from a worker that has died, which
+ * may have scribbled on its control page: then its successor is asked. A living one does what it is
+ * told and no more. */
+static int take_facts(struct launcher *l)
+{
+    const struct launcher_control *orders = l->session.orders;
+    const struct worker_control *io = l->session.io;
+    struct coordinator *c = &l->coordinator;
+    uint64_t complete = fact(&io->complete_step), committed = fact(&io->committed_step),
+             written = fact(&io->exported_step);
+    if (complete == c->complete && committed == c->committed && written == c->written)
+        return 1;
+    int believed = mutant(MUTANT_facts_of_the_dead);
+    if (!believed && is_dead(l, ROLE_IO)) /* asked after the facts were read */
+        return 0;
+    if (!believed &&
+        (complete > fact(&orders->apply_step) || committed > fact(&orders->commit_step) ||
+         written > fact(&orders->export_step)))
+        return error_set(
+            ERROR_DAMAGED,
+            "io_worker says that step %llu is complete, %llu committed, %llu exported; "
+            "it was told to apply %llu, commit %llu, export %llu",
+            (unsigned long long)complete, (unsigned long long)committed,
+            (unsigned long long)written, (unsigned long long)fact(&orders->apply_step),
+            (unsigned long long)fact(&orders->commit_step),
+            (unsigned long long)fact(&orders->export_step));
+    c->complete = complete;
+    c->committed = committed;
+    c->written = written;
+    return 1;
+}
+
 int coordinator_turn(struct launcher *l)
 {
+    int rc = take_facts(l);
+    if (rc <= 0)
+        return rc;
     if (ask_commit(l) < 0 || decide(l) < 0)
         return -(int)error_kind_now();
     after_commit(l);
@@ -611,7 +662,7 @@ int coordinator_turn(struct launcher *l)
     int exporting = export_pending(l); /* before asking how it went: that is written first */
     if (tell_lost_exports(l) < 0)
         return -(int)error_kind_now();
-    uint64_t committed = coordinator_committed(l);
+    uint64_t committed = l->coordinator.committed;
     findings_tell(l); /* after that look, so that none of a committed step is missed */
     int done = committed >= last_step(l) && l->coordinator.begun <= committed && !evaluating &&
                !evaluation_due(l, committed) && !exporting;

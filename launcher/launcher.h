@@ -81,14 +81,16 @@ struct coordinator {
     uint64_t first;      /* the step after the newest commit at the start of the session */
     uint64_t steps;      /* the run's length */
     uint64_t stop_after; /* 0 = off */
-    uint64_t t;          /* AdamW updates decided so far */
-    uint64_t begun;      /* newest step that may run; at the start of a session the committed one */
-    uint64_t announced;  /* newest commit that was shown */
-    uint64_t exported;   /* newest export ordered */
-    int paused;          /* step lines wait for room on the disk */
-    uint64_t given_up;   /* newest export that is known to have failed */
-    uint64_t evaluated;  /* newest step evaluated by this launcher */
-    int evaluating;      /* 0 no, 1 validation loss, 2 samples, 3 they are decoded */
+    /* What io_worker says is complete, committed, exported: as this turn found it, and believed. */
+    uint64_t complete, committed, written;
+    uint64_t t;         /* AdamW updates decided so far */
+    uint64_t begun;     /* newest step that may run; at the start of a session the committed one */
+    uint64_t announced; /* newest commit that was shown */
+    uint64_t exported;  /* newest export ordered */
+    int paused;         /* step lines wait for room on the disk */
+    uint64_t given_up;  /* newest export that is known to have failed */
+    uint64_t evaluated; /* newest step evaluated by this launcher */
+    int evaluating;     /* 0 no, 1 validation loss, 2 samples, 3 they are decoded */
     uint64_t step_begin_ns; /* when the step before was complete */
     double step_s, mean_step_s;
     uint64_t wait_base[LAUNCHER_CHILDREN_MAX][RING_COUNT]; /* wait_ns at the last step line */

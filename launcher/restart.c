@@ -6,6 +6,7 @@
 #include "ipc/worker.h"
 #include "launcher/metrics.h"
 #include "launcher/session.h"
+#include "procs/check.h"
 #include "procs/clock.h"
 #include "procs/error.h"
 #include "procs/fault.h"
@@ -53,8 +54,7 @@ static int start_dead(struct launcher *l)
 int restart_turn(struct launcher *l)
 {
     struct restart *r = &l->restart;
-    if (r->phase == RESTART_NONE)
-        return 0;
+    CHECK(r->phase != RESTART_NONE);
     if (r->phase == RESTART_STOPPING) {
         if (!all_stopped(l))
             return 0;

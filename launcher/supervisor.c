@@ -59,7 +59,7 @@ static int check_signals(struct launcher *l)
 
 static void worker_messages(struct launcher *l)
 {
-    const char *text = l->session.io ? l->session.io->message : "";
+    const char *text = l->session.io->message;
     size_t n = strlen(text);
     if (n)
         progress_say(l->progress, "%.*s", (int)(text[n - 1] == '\n' ? n - 1 : n), text);

@@ -138,7 +138,7 @@ int watchdog_look(struct launcher *l)
             child->alive_ns += away;
         child->asleep_ns += away;
         child->heartbeat = beat;
-        int ending = child->abort_ns != 0 || child->kill_ns != 0;
+        int ending = child->abort_ns != 0;
         if ((ending || (l->config.run_watchdog && is_overdue(l, child, now))) &&
             end(l, child, now) < 0)
             return -(int)error_kind_now();

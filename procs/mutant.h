@@ -47,7 +47,11 @@
     X(short_write_done, "a short transfer counts as done")                                         \
     X(frame_given_back_twice, "a gradient frame is given back twice")                              \
     X(given_up_comes_back, "a commit that was given up is not committed over")                     \
-    X(half_applied_step_kept, "a restart keeps the step that was being applied")
+    X(half_applied_step_kept, "a restart keeps the step that was being applied")                   \
+    X(stop_from_anybody, "a request to stop is obeyed whoever sends it")                           \
+    X(facts_of_the_dead, "the launcher believes what a dead io_worker told last")                  \
+    X(beside_the_unkillable, "a worker is started beside one that cannot be killed")               \
+    X(spike_applied_at_once, "a spike's step is applied without computing it again")
 
 #define X(name, sentence) MUTANT_##name,
 enum mutant { MUTANT_none, MUTANTS(X) MUTANT_COUNT };
@@ -55,6 +59,9 @@ enum mutant { MUTANT_none, MUTANTS(X) MUTANT_COUNT };
 
 #ifdef MTLAUNCH_SIM
 extern enum mutant mutant_now;
+#endif
+#if defined MTLAUNCH_SIM &&                                                                        \
+    !defined MTLAUNCH_COVERAGE /* where branches are counted, the product's */
 #define mutant(which) (mutant_now == (which))
 #else
 #define mutant(which) 0

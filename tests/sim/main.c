@@ -46,7 +46,8 @@ static const struct {
 
 /* What batches add up, in memory that parent and children share. */
 struct totals {
-    uint64_t schedules, done, kills, power_cuts, stops, sessions, launchers, operations, ticks;
+    uint64_t schedules, done, kills, power_cuts, stops, requests, sessions, launchers, operations,
+        ticks;
     uint64_t faults[DISK_FAULT_COUNT], recoveries[5];
     uint64_t violations;
     uint64_t cpu_us;
@@ -73,6 +74,7 @@ static void add(struct totals *t, const struct sim_result *r)
     t->kills += r->kills;
     t->power_cuts += r->power_cuts;
     t->stops += r->stops;
+    t->requests += r->requests;
     t->sessions += r->sessions;
     t->launchers += r->launchers;
     t->operations += r->operations;
@@ -266,10 +268,11 @@ static void tell(const char *what, double seconds)
 {
     double cpu = (double)all.cpu_us * 1e-6;
     (void)printf("%s: %llu schedules, %llu done, %llu kills, %llu power cuts, %llu stops, "
-                 "%llu I/O operations\n",
+                 "%llu requests to stop, %llu I/O operations\n",
                  what, (unsigned long long)all.schedules, (unsigned long long)all.done,
                  (unsigned long long)all.kills, (unsigned long long)all.power_cuts,
-                 (unsigned long long)all.stops, (unsigned long long)all.operations);
+                 (unsigned long long)all.stops, (unsigned long long)all.requests,
+                 (unsigned long long)all.operations);
     (void)printf("  faults:");
     for (int f = 1; f < DISK_FAULT_COUNT; f++)
         (void)printf(" %s %llu", disk_fault_names[f], (unsigned long long)all.faults[f]);

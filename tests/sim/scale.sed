@@ -31,5 +31,7 @@ s/SCAN_CHUNK_BYTES = 2 << 20/SCAN_CHUNK_BYTES = 8 << 10/
 s/TABLE_CHUNK_BYTES = 1 << 20/TABLE_CHUNK_BYTES = 1 << 10/
 s/\bPATH_MAX\b/128/
 s/%\.4080s/%.100s/
+s/METRICS_FULL_S = 3600/METRICS_FULL_S = 20/
+s/SPIKE_STEPS_MIN = 8/SPIKE_STEPS_MIN = 2/
 # a fault point is a place where the scheduler may take over
 s/if (__builtin_expect(fault_armed == fault, 0))/if (sim_at_fault_point((int)fault))/

@@ -23,6 +23,7 @@
 #include "ipc/plan.h"
 #include "ipc/ring.h"
 #include "launcher/launcher.h"
+#include "launcher/metrics.h"
 #include "model/layout.h"
 #include "procs/error.h"
 #include "procs/mutant.h"
@@ -33,7 +34,8 @@
 #ifdef MTLAUNCH_SIM /* not so where a linter reads the product's own headers */
 _Static_assert(MODEL_BLOCK_ELEMENTS == 32 && (int)PAGE_IMAGE_HEADER_BYTES == 512 &&
                    (int)COMMIT_RECORD_BYTES == 1536 && (int)RING_CURSOR_BYTES == 64 &&
-                   (int)OPT_WORKERS_MAX == 4 && (int)LAUNCHER_PATH_BYTES == 256,
+                   (int)OPT_WORKERS_MAX == 4 && (int)LAUNCHER_PATH_BYTES == 256 &&
+                   (int)METRICS_FULL_S == 20 && (int)SPIKE_STEPS_MIN == 2,
                "tests/sim/scale.sed no longer finds what it makes smaller");
 #endif
 
@@ -85,8 +87,10 @@ struct sim_process {
     void *stack_pointer;
     unsigned char *stack, *arena;
     uint64_t arena_used, arena_last;
-    uint64_t wake_ns, stopped_until_ns;      /* stopped: not picked, whatever its state */
-    uint64_t doomed_tick;                    /* killed then; 0 = not doomed */
+    uint64_t wake_ns, stopped_until_ns; /* stopped: not picked, whatever its state */
+    uint64_t doomed_tick;               /* killed then; 0 = not doomed */
+    uint64_t stuck_until_ns;            /* until then no signal ends it: a driver, a dead drive */
+    int signalled;                      /* SIGTERM waits in its signalfd */
     int sleeps_for_child, sleeps_for_engine; /* what ends the sleep early */
     struct endpoint *sleeps_for_message;
     struct sim_fd fds[SIM_FDS_MAX];
@@ -145,6 +149,7 @@ void sim_not_live(int process);
 /* One tick: somebody runs, an I/O or a message lands, or time passes. 0 when nothing can happen. */
 int sim_tick(void);
 int sim_is_private(const void *p);
+int sim_is_stuck(const struct sim_process *p);
 
 void sim_violation(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void sim_trace(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -185,7 +190,9 @@ struct disk {
     uint64_t done[DISK_FAULT_COUNT]; /* faults that really happened */
     int cut;                         /* the power is to be cut at the next tick */
     unsigned in_flight;
-    int corrupted; /* faults that may have damaged what was durable or acknowledged */
+    int corrupted;          /* faults that may have damaged what was durable or acknowledged */
+    uint64_t full_until_ns; /* files that grow: no room until then; slots have theirs */
+    uint64_t full;          /* so often there was none */
 };
 extern struct disk disk;
 
@@ -221,12 +228,15 @@ unsigned char *sim_segment_bytes(int object, uint64_t *bytes);
  * did. */
 unsigned sim_scribble_ring(void);
 unsigned sim_scribble_of_io(void);
+unsigned sim_scribble_of_opt(uint32_t index);
+const struct plan *sim_newest_plan(void); /* NULL: no segment lives */
 
 /* -- sim_ipc.c -- */
 
 void sim_ipc_reset(void);
 int sim_ipc_deliver(void); /* one message that is on its way; 0 if there is none */
 unsigned sim_ipc_on_their_way(void);
+void sim_ipc_post(const char *from, const struct message *m); /* to the newest session's launcher */
 void sim_ipc_gone(int process);
 void sim_frames_reset(void);
 void sim_frames_forget(int segment); /* it begins anew */
@@ -240,6 +250,8 @@ struct sim_config {
     uint64_t skip_mask; /* bit s: the gradient of step s is not finite */
     uint64_t export_interval, eval_interval, durability;
     uint32_t frame_hashes;
+    uint32_t prompts, in_epochs, no_watchdog;
+    enum config_training_spike spike;
 };
 extern struct sim_config config;
 extern struct model_layout sim_layout;
@@ -262,6 +274,7 @@ extern struct golden golden;
 
 struct sim_result {
     uint64_t seed, ticks, sessions, launchers, kills, power_cuts, stops, operations;
+    uint64_t requests; /* stops that were asked for */
     uint64_t faults[DISK_FAULT_COUNT];
     uint64_t recoveries[5]; /* by tier: T1 .. T4 at 1 .. 4; 0: a launcher that started again */
     int done;
@@ -274,11 +287,26 @@ void sim_run_random(uint64_t seed, struct sim_result *result);
 void sim_run_planned(const struct disk_plan *plans, unsigned n, uint64_t seed, int from_nothing,
                      struct sim_result *result);
 
+/* What a launcher asks of the system and may not get. */
+enum sim_refusal {
+    REFUSE_NOTHING,
+    REFUSE_PLAN,
+    REFUSE_SOCKET,
+    REFUSE_MEMORY,
+    REFUSE_CHILD,
+    REFUSALS
+};
+int sim_refuses(enum sim_refusal what); /* 1: not this time */
+int sim_export_fails(uint64_t step);
+uint64_t
+sim_flip(uint64_t step); /* not 0: the gradient of this computation comes out wrong, in this way */
+
 /* Called from where the product tells the world. */
 void sim_on_commit(const struct worker_control *io);
 void sim_on_resume(const struct worker_control *io, int alone);
 void sim_on_export(uint64_t step, uint64_t hash);
 void sim_on_session(void);
+void sim_on_stopping(uint64_t step);             /* the answer to a stop request */
 void sim_on_damage(const struct sim_process *p); /* it leaves because shared memory is damaged */
 
 #endif

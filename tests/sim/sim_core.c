@@ -244,6 +244,11 @@ static int wakes(const struct sim_process *p)
            (p->sleeps_for_engine >= 0 && sim_disk_readable(p->sleeps_for_engine));
 }
 
+int sim_is_stuck(const struct sim_process *p)
+{
+    return p->stuck_until_ns > sim.now_ns;
+}
+
 static void kill_doomed(void)
 {
     sim.doomed = 0;
@@ -251,7 +256,7 @@ static void kill_doomed(void)
         struct sim_process *p = &sim.processes[i];
         if (p->state == SIM_FREE || p->state == SIM_ZOMBIE || !p->doomed_tick)
             continue;
-        if (sim.tick >= p->doomed_tick)
+        if (sim.tick >= p->doomed_tick && !sim_is_stuck(p))
             sim_kill(p, SIGKILL);
         else
             sim.doomed = 1;

@@ -21,6 +21,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/signalfd.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/vfs.h>
@@ -493,6 +494,17 @@ static ssize_t answer(int64_t result)
     return result < 0 ? set_errno((int)-result) : (ssize_t)result;
 }
 
+/* A flush, too, may be what finds no room. */
+static int is_full(const struct inode *n, enum io_op op)
+{
+    if (sim.now_ns >= disk.full_until_ns || strcmp(n->name, "/run/metrics.jsonl") != 0 ||
+        !(op == IO_WRITE || (op == IO_FLUSH && sim_chance(2))))
+        return 0;
+    disk.full++;
+    sim_trace("disk: full");
+    return 1;
+}
+
 static ssize_t call(int fd, enum io_op op, void *buffer, uint64_t bytes, uint64_t offset)
 {
     int file = file_of(fd);
@@ -504,6 +516,8 @@ static ssize_t call(int fd, enum io_op op, void *buffer, uint64_t bytes, uint64_
     int64_t result = failure(inode, fault);
     if (fault == DISK_EINTR)
         result = 0; /* a call on a plain file is not interrupted */
+    if (result == 0 && is_full(&inodes[inode], op))
+        return set_errno(ENOSPC);
     if (result == 0 && op == IO_READ)
         result = land_read(&inodes[inode], buffer, offset, bytes, fault);
     else if (result == 0 && op == IO_WRITE)
@@ -565,6 +579,13 @@ ssize_t sim_read(int fd, void *buffer, size_t n);
 ssize_t sim_read(int fd, void *buffer, size_t n)
 {
     struct sim_fd *f = sim_fd_get(fd);
+    if (f && f->kind == FD_SIGNAL && sim_self()->signalled &&
+        n == sizeof(struct signalfd_siginfo)) {
+        memset(buffer, 0, n);
+        ((struct signalfd_siginfo *)buffer)->ssi_signo = SIGTERM;
+        sim_self()->signalled = 0;
+        return (ssize_t)n;
+    }
     if (!f || f->kind == FD_SIGNAL)
         return set_errno(EAGAIN);
     ssize_t got = call(fd, IO_READ, buffer, n, f->at);
@@ -612,6 +633,8 @@ int sim_posix_fallocate(int fd, off_t at, off_t bytes)
     if (f && f->kind == FD_SHARED) {
         uint64_t all;
         unsigned char *memory = sim_segment_bytes(f->object, &all);
+        if (sim_refuses(REFUSE_MEMORY))
+            return ENOSPC;
         if ((uint64_t)(at + bytes) > all)
             return ENOMEM;
         memset(memory + at, 0, (uint64_t)bytes);
@@ -1130,4 +1153,5 @@ void sim_disk_heal(void)
         if (transfers[t].fault == DISK_EIO_EVER)
             transfers[t].fault = DISK_EIO;
     disk.n_plans = 0;
+    disk.full_until_ns = 0;
 }

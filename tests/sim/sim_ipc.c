@@ -121,6 +121,8 @@ int endpoint_send(struct endpoint *e, const char *to, const struct message *m)
     const char *peer = to ? to : "";
     sent.m = *m;
     memcpy(sent.from, e->name, sizeof sent.from);
+    if (m->type == MESSAGE_STOPPING)
+        sim_on_stopping(m->step);
     sim_yield();
     uint64_t fate = sim_below(32);
     if (fate == 0)
@@ -130,6 +132,15 @@ int endpoint_send(struct endpoint *e, const char *to, const struct message *m)
     if (fate == 3 || fate >= 4)
         return put(e->address, peer, &sent);
     return 0;
+}
+
+void sim_ipc_post(const char *from, const struct message *m)
+{
+    char address[PLAN_ENDPOINT_BYTES + 8];
+    struct sim_message sent = {.m = *m};
+    (void)snprintf(address, sizeof address, "ipc://%s", sim_newest_plan()->endpoint);
+    (void)snprintf(sent.from, sizeof sent.from, "%s", from);
+    (void)put(address, "", &sent);
 }
 
 unsigned sim_ipc_on_their_way(void)

@@ -20,7 +20,7 @@
 #include <sys/wait.h>
 #include <time.h>
 
-enum { SEGMENTS_MAX = 24, SEGMENT_BYTES = 512 << 10 };
+enum { SEGMENTS_MAX = 24, SEGMENT_BYTES = 512 << 10, ORPHAN_WAIT_S = 120 };
 
 static unsigned char *segments[SEGMENTS_MAX];
 static int segment_refs[SEGMENTS_MAX], newest_segment;
@@ -78,6 +78,8 @@ int sim_fd_readable(struct sim_process *p, int fd)
     if (fd < 3 || fd >= SIM_FDS_MAX)
         return 0;
     const struct sim_fd *f = &p->fds[fd];
+    if (f->kind == FD_SIGNAL)
+        return p->signalled;
     if (f->kind == FD_PID)
         return is_dead(f->object);
     return f->kind == FD_EVENT && sim_disk_readable(f->object);
@@ -181,6 +183,15 @@ static int worker_entry(struct sim_process *p)
 int child_start(struct child *child, int segment_fd)
 {
     sim_yield();
+    if (sim_refuses(REFUSE_CHILD))
+        return error_set(ERROR_FAILED, "fork: %s", strerror(EAGAIN));
+    for (int i = 0; i < SIM_PROCESSES_MAX; i++) {
+        const struct sim_process *other = &sim.processes[i];
+        if (other->role == child->role && other->index == child->index &&
+            (other->state == SIM_RUNNABLE || other->state == SIM_SLEEPING))
+            sim_violation("%s.%u is started beside pid %d, which lives",
+                          topology_role_name(child->role), child->index, other->pid);
+    }
     struct sim_process *p = sim_spawn(child->role, child->index, worker_entry);
     struct sim_fd *segment = sim_fd_get(segment_fd);
     p->fds[segment_fd] = *segment;
@@ -193,7 +204,8 @@ int child_start(struct child *child, int segment_fd)
     child->pid = p->pid;
     child->pid_fd = sim_fd_new(FD_PID, p->pid);
     child->state = CHILD_RUNNING;
-    child->heartbeat = child->paused_ns = child->abort_ns = child->kill_ns = 0;
+    child->heartbeat = child->asleep_ns = child->paused_ns = 0;
+    child->abort_ns = child->kill_ns = 0;
     child->verdict[0] = '\0';
     child->alive_ns = sim.now_ns;
     return 0;
@@ -314,6 +326,13 @@ int orphans_end(const uint8_t id[RUN_ID_BYTES])
         if (p->role == ROLE_LAUNCHER || p->parent != 1 ||
             (p->state != SIM_RUNNABLE && p->state != SIM_SLEEPING))
             continue;
+        const struct timespec wait = {ORPHAN_WAIT_S, 0};
+        if (sim_is_stuck(p))
+            (void)sim_nanosleep(&wait, NULL);
+        if (sim_is_stuck(p))
+            return error_set(ERROR_BUSY, "process %d of a dead launcher cannot be killed", p->pid);
+        if (p->state != SIM_RUNNABLE && p->state != SIM_SLEEPING)
+            continue; /* it ended meanwhile */
         sim_kill(p, SIGKILL);
         n++;
     }
@@ -416,11 +435,42 @@ static int has_segment(const struct plan *plan)
     return segment_refs[newest_segment] > 0 && plan->magic == PLAN_MAGIC;
 }
 
+const struct plan *sim_newest_plan(void)
+{
+    const struct plan *plan = (const void *)segments[newest_segment];
+    return has_segment(plan) ? plan : NULL;
+}
+
 unsigned sim_scribble_ring(void)
 {
     unsigned char *memory = segments[newest_segment];
     const struct plan *plan = (const void *)memory;
     return has_segment(plan) ? scribble_ring(memory, plan) : 0;
+}
+
+/* What io_worker tells of where it is. */
+static unsigned scribble_control(unsigned char *memory, const struct plan *plan)
+{
+    struct worker_control *io = (void *)(memory + plan->regions[REGION_IO_CONTROL].offset);
+    _Atomic uint64_t *facts[] = {&io->complete_step, &io->committed_step, &io->exported_step};
+    *facts[sim_below(3)] ^= (uint64_t)1 << sim_below(4);
+    sim_trace("scribble: control page, complete %llu, committed %llu, exported %llu",
+              (unsigned long long)io->complete_step, (unsigned long long)io->committed_step,
+              (unsigned long long)io->exported_step);
+    return 1;
+}
+
+unsigned sim_scribble_of_opt(uint32_t index)
+{
+    unsigned char *memory = segments[newest_segment];
+    const struct plan *plan = (const void *)memory;
+    if (!has_segment(plan) || index >= plan->opt_workers)
+        return 0;
+    const struct plan_region *norms = &plan->regions[REGION_NORM];
+    struct norm_entry *entries = (void *)(memory + norms->offset + norms->stride * index);
+    sim_trace("scribble: norm of opt_worker.%u", index);
+    entries[0].step ^= (uint64_t)1 << sim_below(4);
+    return 1;
 }
 
 unsigned sim_scribble_of_io(void)
@@ -429,6 +479,8 @@ unsigned sim_scribble_of_io(void)
     const struct plan *plan = (const void *)memory;
     if (!has_segment(plan))
         return 0;
+    if (sim_chance(3))
+        return scribble_control(memory, plan);
     if (sim_chance(2)) {
         sim_trace("scribble: page table");
         return flip(memory + plan->regions[REGION_PAGE_TABLE].offset +
@@ -485,6 +537,10 @@ char *sim_mkdtemp(char *template);
 char *sim_mkdtemp(char *template)
 {
     size_t n = strlen(template);
+    if (sim_refuses(REFUSE_SOCKET)) {
+        errno = ENOSPC;
+        return NULL;
+    }
     (void)snprintf(template + n - 6, 7, "%06llx", (unsigned long long)(sim_random() & 0xffffff));
     return template;
 }

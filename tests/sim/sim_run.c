@@ -21,7 +21,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { EVENTS_MAX = 16, TICKS_MAX = 400000, LAUNCHERS_MAX = 24, STATUS_KILLED = -1 };
+enum { EVENTS_MAX = 24, TICKS_MAX = 400000, LAUNCHERS_MAX = 24, STATUS_KILLED = -1 };
 
 enum event_kind {
     EVENT_KILL,
@@ -30,6 +30,13 @@ enum event_kind {
     EVENT_POWER,
     EVENT_SECOND_LAUNCHER,
     EVENT_SCRIBBLE, /* a bit flips in a descriptor; or a dying io_worker flips one of its own */
+    EVENT_REQUEST,  /* `mtlaunch stop`, or somebody who may not ask for it */
+    EVENT_SIGNAL,   /* SIGTERM to the launcher */
+    EVENT_REFUSE,   /* the system gives the launcher no process, memory, directory */
+    EVENT_EXPORT,   /* an export cannot be written */
+    EVENT_FULL,     /* metrics.jsonl has no room for a while */
+    EVENT_STUCK,    /* a worker stands still, and no signal ends it */
+    EVENT_FLIP,     /* the device computes wrongly, so that it shows; training.spike = "redo" */
 };
 
 struct event {
@@ -41,7 +48,7 @@ struct golden golden;
 
 /* The schedule under way. */
 static struct {
-    int is_golden, snapshot;
+    int is_golden, is_random, snapshot;
     struct event events[EVENTS_MAX];
     unsigned n_events, echoes; /* echoes: faults that follow faults, still to be drawn */
     int launcher, status;      /* pid; how the newest one ended */
@@ -55,6 +62,17 @@ static struct {
     int healed;             /* a stop was reached: the rest runs without faults */
     int second;             /* pid of a second launcher on the same run; 0 none */
     int using;              /* pid of the launcher that opened the newest session */
+    int resumed;            /* that one's pid, too, once it has found */
+    uint64_t at_start;      /* this commit */
+    uint64_t session_start; /* and the newest session; nothing waits for room as it begins */
+    uint64_t stop_after, stop_step; /* where it was told to stop: by its configuration (0: not), */
+    int asked;                      /* by somebody who may, */
+    int full_long;                  /* longer than the launcher waits for room */
+    int stopping, signalled;        /* by a request that this pid answered; by a signal, this pid */
+    enum sim_refusal refusal;       /* the next one */
+    unsigned exports_fail, flips;   /* of the next ones */
+    uint64_t flipped;               /* so many computations came out wrong */
+    unsigned refused, stuck, export_lost; /* what accounts for a stop */
     struct sim_result *result;
 } run;
 
@@ -116,6 +134,11 @@ void sim_on_resume(const struct worker_control *io, int alone)
         sim_violation("resume at step %llu with a commit of step %llu",
                       (unsigned long long)complete, (unsigned long long)step);
     run.result->recoveries[1] += (uint64_t)alone;
+    if (!alone)
+        run.session_start = step;
+    if (run.resumed != run.using)
+        run.at_start = step;
+    run.resumed = run.using;
     if (run.snapshot) {
         sim_disk_keep();
         run.snapshot = 0;
@@ -157,6 +180,55 @@ void sim_on_session(void)
         run.result->recoveries[2]++;
 }
 
+/* -- what the product asks of a world that does not give it -- */
+
+int sim_refuses(enum sim_refusal what)
+{
+    if (run.refusal != what)
+        return 0;
+    sim_trace("refused: %d", (int)what);
+    run.refusal = REFUSE_NOTHING;
+    run.refused++;
+    return 1;
+}
+
+/* Only the last one is what the run was for. */
+int sim_export_fails(uint64_t step)
+{
+    if (run.exports_fail == 0)
+        return 0;
+    run.exports_fail--;
+    run.export_lost += step == config.steps;
+    return 1;
+}
+
+/* A wrong gradient is noticed where enough steps were applied before it. */
+uint64_t sim_flip(uint64_t step)
+{
+    uint64_t applied = 0;
+    for (uint64_t s = 1; s < step; s++)
+        applied += !(config.skip_mask >> s & 1);
+    if (run.flips == 0 || config.spike != CONFIG_SPIKE_REDO || applied < SPIKE_STEPS_MIN)
+        return 0;
+    run.flips--;
+    sim_trace("the gradient of step %llu comes out wrong", (unsigned long long)step);
+    return ++run.flipped;
+}
+
+/* It is answered once and for all. */
+void sim_on_stopping(uint64_t step)
+{
+    int pid = sim_self()->pid;
+    if (!run.asked)
+        sim_violation("a stranger's request to stop is obeyed");
+    if (run.stopping == pid && run.stop_step != step)
+        sim_violation("a stop after step %llu, now after step %llu",
+                      (unsigned long long)run.stop_step, (unsigned long long)step);
+    run.stopping = pid;
+    run.stop_step = step;
+    sim_trace("answer: the run stops after step %llu", (unsigned long long)step);
+}
+
 /* -- the launcher -- */
 
 static void tell_end(struct launcher *l)
@@ -172,6 +244,8 @@ static int launch(struct launcher *l)
                                  .rejoin = coordinator_rejoin,
                                  .done = tell_end};
     sim_stand_launcher(l);
+    if (sim_self()->index == 0)
+        l->config.run_stop_after_step = run.stop_after;
     int rc = run_dir_open(&l->run, "/run", RUN_DIR_CREATE);
     if (rc == 0)
         rc = run_dir_lock_stores(&l->run, &l->config, RUN_DIR_CREATE);
@@ -197,6 +271,8 @@ static int launcher_entry(struct sim_process *p)
 static void start_launcher(void)
 {
     run.status = STATUS_KILLED;
+    run.stop_after =
+        run.is_random && !run.healed && sim_chance(12) ? 1 + sim_below(config.steps) : 0;
     run.launcher = sim_spawn(ROLE_LAUNCHER, 0, launcher_entry)->pid;
     run.result->launchers++;
 }
@@ -209,7 +285,8 @@ static struct sim_process *random_worker(void)
     uint64_t n = 0;
     for (int i = 0; i < SIM_PROCESSES_MAX; i++) {
         struct sim_process *p = &sim.processes[i];
-        if (p->role != ROLE_LAUNCHER && (p->state == SIM_RUNNABLE || p->state == SIM_SLEEPING))
+        if (p->role != ROLE_LAUNCHER && !sim_is_stuck(p) &&
+            (p->state == SIM_RUNNABLE || p->state == SIM_SLEEPING))
             able[n++] = p;
     }
     return n ? able[sim_below(n)] : NULL;
@@ -252,18 +329,83 @@ static void stop_for_a_while(struct sim_process *p)
 
 static void scribble(void)
 {
-    struct sim_process *io = NULL;
-    for (int i = 0; i < sim.n_live; i++)
-        if (sim.processes[sim.live[i]].role == ROLE_IO)
-            io = &sim.processes[sim.live[i]];
+    struct sim_process *io = NULL, *opt = NULL;
+    for (int i = 0; i < sim.n_live; i++) {
+        struct sim_process *p = &sim.processes[sim.live[i]];
+        io = p->role == ROLE_IO ? p : io;
+        opt = p->role == ROLE_OPT ? p : opt;
+    }
     run.deaths++;
     run.disturbances++;
     run.scribbles++;
     if (sim_chance(4) || !io) {
         (void)sim_scribble_ring();
+    } else if (opt && sim_chance(4)) {
+        sim_kill(opt, SIGSEGV);
+        (void)sim_scribble_of_opt(opt->index);
     } else {
         sim_kill(io, SIGSEGV);
         (void)sim_scribble_of_io();
+    }
+}
+
+/* Half of them come from somebody whom the launcher must not obey. */
+static void request_stop(void)
+{
+    const struct plan *plan = sim_newest_plan();
+    struct message m = {.type = MESSAGE_STOP};
+    const char *from = "command.1";
+    if (!plan)
+        return;
+    memcpy(m.token, plan->token, sizeof m.token);
+    m.generation = plan->generation;
+    switch (sim_below(6)) {
+    case 0:
+        m.token[0] ^= 1;
+        break;
+    case 1:
+        from = "io.0.1";
+        break;
+    case 2:
+        m.type = MESSAGE_DOORBELL;
+        break;
+    default:
+        run.asked = 1;
+        break;
+    }
+    sim_ipc_post(from, &m);
+}
+
+static void get_stuck(struct sim_process *p)
+{
+    p->stuck_until_ns = sim.now_ns + (sim_chance(2) ? 20u : 500u) * UINT64_C(1000000000);
+    p->stopped_until_ns = p->stuck_until_ns;
+    sim_trace("%s.%u is stuck", topology_role_name(p->role), p->index);
+    run.stuck++;
+    run.deaths++; /* the watchdog may end it */
+    run.disturbances++;
+}
+
+static void happen_to_launcher(const struct event *e, struct sim_process *launcher)
+{
+    run.disturbances++;
+    if (e->kind == EVENT_REQUEST) {
+        request_stop();
+    } else if (e->kind == EVENT_SIGNAL && launcher) {
+        launcher->signalled = 1;
+        launcher->wake_ns = sim.now_ns;
+        run.signalled = launcher->pid;
+    } else if (e->kind == EVENT_REFUSE) {
+        run.refusal = (enum sim_refusal)(1 + sim_below(REFUSALS - 1));
+    } else if (e->kind == EVENT_EXPORT) {
+        run.exports_fail = 1 + (unsigned)sim_below(2);
+    } else if (e->kind == EVENT_FULL) {
+        static const uint64_t seconds[] = {1, 5, 30};
+        uint64_t s = seconds[sim_below(3)];
+        disk.full_until_ns = sim.now_ns + s * UINT64_C(1000000000);
+        run.full_long |= s >= METRICS_FULL_S;
+    } else if (e->kind == EVENT_FLIP) {
+        run.flips = sim_chance(4) ? 8 : 1 + (unsigned)sim_below(2);
     }
 }
 
@@ -311,6 +453,12 @@ static void happen(const struct event *e)
             run.second = sim_spawn(ROLE_LAUNCHER, 1, launcher_entry)->pid;
         }
         break;
+    case EVENT_STUCK:
+        if (worker)
+            get_stuck(worker);
+        break;
+    default:
+        happen_to_launcher(e, launcher);
     }
     echo();
 }
@@ -422,6 +570,52 @@ static int only_one_lost(void)
            run.committed > 0;
 }
 
+/* The last step of this start. */
+static uint64_t asked_for(void)
+{
+    uint64_t last = run.stop_after ? run.stop_after : config.steps;
+    return run.stopping == run.launcher && run.stop_step < last ? run.stop_step : last;
+}
+
+/* It was asked to stop: has it, where it was asked to? A new start goes on. */
+static int stopped_as_asked(int status)
+{
+    uint64_t last = asked_for();
+    if (status != ERROR_STOPPED)
+        return 0;
+    run.result->requests++;
+    sim_trace("the launcher has stopped after the commit of step %llu",
+              (unsigned long long)run.committed);
+    if (run.signalled == run.launcher)
+        return 1;
+    if (last >= config.steps)
+        sim_violation("the run stopped though nobody asked for it");
+    if (run.committed != last && (run.committed < last || run.committed > run.at_start))
+        sim_violation("the run stopped after step %llu, asked to after step %llu",
+                      (unsigned long long)run.committed, (unsigned long long)last);
+    return 1;
+}
+
+static int has_other_cause(void)
+{
+    return run.refused || run.stuck || run.export_lost ||
+           (disk.full && (run.full_long || run.committed == run.session_start)) ||
+           run.flipped + 1 >= SPIKE_COMPUTATIONS_MAX;
+}
+
+static void heal(void)
+{
+    run.healed = 1;
+    run.n_events = 0;
+    run.echoes = 0;
+    run.deaths = 3;
+    run.refusal = REFUSE_NOTHING;
+    run.exports_fail = run.flips = 0;
+    for (int i = 0; i < SIM_PROCESSES_MAX; i++)
+        sim.processes[i].stuck_until_ns = sim.processes[i].stopped_until_ns = 0;
+    sim_disk_heal();
+}
+
 /* A stop (T4): is there a cause, and does a new start go on when the cause is gone? */
 static void stopped(int status)
 {
@@ -429,7 +623,7 @@ static void stopped(int status)
         run.deaths + run.deaths_before + disk.done[DISK_KILL_BEFORE] + disk.done[DISK_KILL_AFTER];
     run.result->recoveries[4]++;
     sim_trace("the launcher ended with status %d", status);
-    if ((disk_faults() == 0 || only_one_lost()) && deaths < 3)
+    if ((disk_faults() == 0 || only_one_lost()) && deaths < 3 && !has_other_cause())
         sim_violation("the run stopped with status %d without a cause", status);
     if (run.healed) {
         if (disk.corrupted == 0 || only_one_lost())
@@ -437,11 +631,7 @@ static void stopped(int status)
         sim.over = 1; /* damaged beyond what the design promises to repair; and said so */
         return;
     }
-    run.healed = 1;
-    run.n_events = 0;
-    run.echoes = 0;
-    run.deaths = 3;
-    sim_disk_heal();
+    heal();
     start_launcher();
 }
 
@@ -450,10 +640,18 @@ static void on_launcher_end(void)
     if (run.status == ERROR_BUSY && sim_find(run.second)) {
         run.launcher = run.second; /* it was there first, after the one before died */
         run.second = 0;
+        run.stop_after = 0;
         run.status = STATUS_KILLED;
     } else if (run.status == 0) {
+        if (asked_for() < config.steps && run.at_start < config.steps)
+            sim_violation("asked to stop after step %llu, the run went on to its end",
+                          (unsigned long long)asked_for());
         check_done();
-    } else if (run.status == STATUS_KILLED) {
+    } else if (stopped_as_asked(run.status)) {
+        start_launcher();
+    } else if (run.status == STATUS_KILLED || (run.status == ERROR_BUSY && run.second)) {
+        if (run.status == ERROR_BUSY)
+            run.second = 0; /* whoever held the run is gone, too */
         run.result->recoveries[0]++;
         start_launcher();
     } else {
@@ -556,12 +754,27 @@ static void draw_faults(void)
     if (sim_chance(12))
         add_events(EVENT_SECOND_LAUNCHER, 1);
     if (sim_chance(6))
-        add_events(EVENT_SCRIBBLE, 1);
+        add_events(EVENT_SCRIBBLE, !config.no_watchdog); /* that it may make wait for ever */
+    if (sim_chance(10))
+        add_events(EVENT_REQUEST, 1 + sim_below(2));
+    if (sim_chance(24))
+        add_events(EVENT_SIGNAL, 1);
+    if (sim_chance(12))
+        add_events(EVENT_REFUSE, 1 + sim_below(2));
+    if (sim_chance(16))
+        add_events(EVENT_EXPORT, 1);
+    if (sim_chance(16))
+        add_events(EVENT_FULL, 1);
+    if (sim_chance(40))
+        add_events(EVENT_STUCK, 1);
+    if (sim_chance(3))
+        add_events(EVENT_FLIP, config.spike == CONFIG_SPIKE_REDO);
 }
 
 void sim_run_random(uint64_t seed, struct sim_result *result)
 {
     reset(seed, result);
+    run.is_random = 1;
     if (sim_chance(24))
         sim_disk_format();
     else

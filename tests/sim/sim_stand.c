@@ -36,6 +36,7 @@ enum {
     VOCABULARY = 4,
     SEQ_LEN = 2,
     PAGE_ELEMENTS = 128,
+    TRAINING_SAMPLES = 1000,
     VALIDATION_SAMPLES = 5,
     COPIES_MAX = 64,
 };
@@ -89,12 +90,20 @@ void sim_stand_configure(uint64_t seed)
         .eval_interval = (r >> 36) % 4 == 0 ? 2 : 0,
         .frame_hashes = (r >> 48) % 2,
     };
+    uint64_t s = sim_hash(seed, 78);
+    config.prompts = s % 3 == 0;
+    config.in_epochs = (s >> 8) % 4 == 0;
+    config.no_watchdog = (s >> 16) % 8 == 0;
+    config.spike = (s >> 24) % 4 == 0   ? CONFIG_SPIKE_REDO
+                   : (s >> 24) % 4 == 1 ? CONFIG_SPIKE_SKIP
+                                        : CONFIG_SPIKE_OFF;
+    config.frame_hashes |= config.spike == CONFIG_SPIKE_REDO;
     config.experts = (r >> 56) % 4 == 0 ? 2 : 0;
     config.durability = config.slots == 3 && (r >> 50) % 3 == 0 ? 2 + (r >> 52) % 2 : 1;
     config.microbatch_frames = 1 + (r >> 40) % config.microbatches;
-    for (uint64_t s = 1; s <= config.steps; s++)
-        if (sim_hash(seed, s) % 6 == 0)
-            config.skip_mask |= (uint64_t)1 << s;
+    for (uint64_t step = 1; step <= config.steps; step++)
+        if (sim_hash(seed, step) % 6 == 0)
+            config.skip_mask |= (uint64_t)1 << step;
     struct model_config m = {.vocab_size = VOCABULARY,
                              .hidden_size = HIDDEN,
                              .intermediate_size = HIDDEN,
@@ -126,10 +135,13 @@ void sim_stand_launcher(struct launcher *l)
     l->run.lock_fd = -1;
     l->signal_fd = sim_fd_new(FD_SIGNAL, 0);
     struct config *c = &l->config;
-    c->run_watchdog = true;
+    c->run_watchdog = !config.no_watchdog;
     c->memory_offload_dir.items = directories;
     c->memory_offload_dir.count = config.directories;
     c->training_steps = config.steps;
+    if (config.in_epochs) /* half a step less: what is begun is a step */
+        c->training_epochs =
+            ((double)config.steps - 0.5) * (double)config.microbatches / TRAINING_SAMPLES;
     c->training_micro_batch_size = 1;
     c->training_gradient_accumulation_steps = config.microbatches;
     c->training_skip_nonfinite = true;
@@ -143,8 +155,11 @@ void sim_stand_launcher(struct launcher *l)
     c->checkpoint_export_interval = config.export_interval;
     c->eval_interval = config.eval_interval;
     c->memory_durability = config.durability;
-    c->training_spike = CONFIG_SPIKE_OFF;
-    c->data_val_fraction = config.eval_interval ? 0.5 : 0.0;
+    c->training_spike = config.spike;
+    c->training_spike_factor = 1.5;
+    c->data_val_fraction = config.eval_interval && !config.in_epochs ? 0.5 : 0.0;
+    c->data_validation.count = config.eval_interval && config.in_epochs;
+    c->eval_sample_prompts.count = config.eval_interval ? config.prompts : 0;
 }
 
 /* -- the plan -- */
@@ -187,6 +202,8 @@ int plan_build(struct plan **out, const struct launcher *l, const struct plan_re
 {
     enum { CAPACITY = sizeof(struct plan) + 1024 };
     static const char *const directories[] = {"/run/store", "/other/store"};
+    if (sim_refuses(REFUSE_PLAN))
+        return error_set(ERROR_FAILED, "out of memory");
     struct plan *plan = calloc(1, CAPACITY);
     plan->magic = PLAN_MAGIC;
     plan->layout_version = PLAN_LAYOUT_VERSION;
@@ -245,7 +262,7 @@ void data_close(struct data *d)
 uint64_t data_samples(const struct data *d, enum data_set set)
 {
     (void)d;
-    return set == DATA_TRAIN ? 1000 : config.eval_interval ? VALIDATION_SAMPLES : 0;
+    return set == DATA_TRAIN ? TRAINING_SAMPLES : config.eval_interval ? VALIDATION_SAMPLES : 0;
 }
 
 int data_read_sample(struct data *d, enum data_set set, uint64_t q, struct data_sample *sample)
@@ -326,6 +343,8 @@ int export_open(struct export **e, const struct export_config *c)
 int export_page(struct export *e, const struct model_page *page, const void *weights,
                 const uint16_t *residual)
 {
+    if (sim_export_fails(e->step))
+        return error_set(ERROR_FAILED, "no space left for an export");
     e->hash = sim_hash(e->hash, XXH3_64bits(weights, page->elements * (residual ? 2 : 4)));
     if (residual)
         e->hash = sim_hash(e->hash, XXH3_64bits(residual, page->elements * 2));
@@ -542,9 +561,14 @@ static void accumulate(float *gradients, uint64_t elements, uint64_t h)
         gradients[i] += (float)((int)(sim_hash(h, i) & 0xff) - 128) / 1024.0f;
 }
 
+static uint64_t step_of(const struct layers_batch *batch)
+{
+    return (uint64_t)batch->tokens[0] / 2 / config.microbatches + 1;
+}
+
 static int skipped(const struct layers_batch *batch)
 {
-    uint64_t step = (uint64_t)batch->tokens[0] / 2 / config.microbatches + 1;
+    uint64_t step = step_of(batch);
     return step <= config.steps && (config.skip_mask >> step & 1);
 }
 
@@ -624,6 +648,9 @@ void layers_embedding_backward(struct layers *l, float *gradients, const struct 
     accumulate(gradients, (uint64_t)VOCABULARY * HIDDEN, sim_hash(get(dx), batch_hash(batch)));
     if (skipped(batch))
         gradients[3] = INFINITY;
+    uint64_t wrong = sim_flip(step_of(batch));
+    if (wrong)
+        gradients[wrong % 4] += (float)(1000 * wrong);
 }
 
 /* -- generation: not simulated -- */
@@ -669,7 +696,9 @@ uint64_t generate_bytes(const struct plan *plan, const struct model_layout *layo
 }
 int gpu_generate(struct gpu *g)
 {
-    (void)g;
+    sim_yield();
+    atomic_fetch_add_explicit(&g->w->self->generated, 1, memory_order_release);
+    worker_fact(g->w);
     return 0;
 }
 
