@@ -74,6 +74,8 @@ static _Noreturn void become(int program, const char *name, pid_t launcher, int 
     (void)snprintf(index_text, sizeof index_text, "%u", index);
     const char *const arguments[] = {name, fd_text, index_text, NULL};
     (void)syscall(SYS_execveat, program, "", arguments, environ, AT_EMPTY_PATH);
+    (void)fcntl(program, F_SETFD, 0); /* a script's interpreter opens it as /dev/fd/N */
+    (void)syscall(SYS_execveat, program, "", arguments, environ, AT_EMPTY_PATH);
     (void)fprintf(stderr, "%s: %s\n", name, strerror(errno));
     _exit(127);
 }
