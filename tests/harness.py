@@ -110,7 +110,7 @@ def write_model(directory, **changes):
 
 
 def tensor_shapes(config):
-    """{name: shape} of a Llama of llama_config()."""
+    """{name: shape} of a Llama of llama_config(), or of a Mixtral."""
     c = config
     hidden, inner, d = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
@@ -120,6 +120,12 @@ def tensor_shapes(config):
                  "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q),
                  "post_attention_layernorm": (hidden,), "mlp.gate_proj": (inner, hidden),
                  "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+        if "num_local_experts" in c:
+            block = {name: shape for name, shape in block.items() if not name.startswith("mlp.")}
+            block["block_sparse_moe.gate"] = (c["num_local_experts"], hidden)
+            for expert in range(c["num_local_experts"]):
+                block.update({"block_sparse_moe.experts.%d.%s" % (expert, name): shape for name, shape in (
+                    ("w1", (inner, hidden)), ("w2", (hidden, inner)), ("w3", (inner, hidden)))})
         shapes.update({"model.layers.%d.%s.weight" % (i, name): shape for name, shape in block.items()})
     shapes["model.norm.weight"] = (hidden,)
     if not c["tie_word_embeddings"]:

@@ -13,11 +13,15 @@ with each action in each process that passes it. Then random ones:
     double   a fault point or a moment, and a second kill up to 0.3 s later, while the first is dealt with
     storm    one run, ten kills of opt_workers, each at any moment after a commit
 
+A case has a model of MODELS (dense, tied, experts of several pages, experts that get no token, GPT-2) and data of DATA
+(text in bytes, a token shard, a token file of conversations, instruction data that a tokenizer.json tokenizes).
+
 Each case ends with the step lines, state hashes, exports, evaluations and samples of an undisturbed run; with no
 process, lock, shared memory, socket directory or temporary file left, the store's files as large as ever; and a
 second start finds nothing to do. What was done is appended as one line to docs/measured/chaos.jsonl.
 """
 import argparse
+import atexit
 import collections
 import concurrent.futures
 import datetime
@@ -37,6 +41,7 @@ import traceback
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from harness import *
 import probe
+import text_samples
 from trial import Trial
 
 STEPS, STORM_STEPS, STORM_KILLS = 6, 60, 10
@@ -72,6 +77,7 @@ PASSES.update((point, STEPS - 1) for point in POINTS if point in (
     "launcher_before_commit", "launcher_commit_ordered", "launcher_after_commit"))
 ONLY_RESUMED = ("io_recovered", "io_load_page")
 ONLY_SKIPPED = ("io_skip_read_back", "opt_skip")
+ONLY_SAMPLED = ("gpu_mid_generation", "gpu_generated")
 # passed only after a death: of whom, and when (probe.c)
 ANY = ("io_worker", "gpu_worker", "opt_worker.0", "opt_worker.1")
 ONLY_RESTARTED = {
@@ -90,29 +96,104 @@ def processes_of(point):
     return tuple(w for w in WORKERS if role in ("worker", w.split("_")[0]))
 
 
+# -- models and data --
+
+COMMON = {"vocab_size": 272, "initializer_range": 0.05, "bos_token_id": None, "eos_token_id": 256, "pad_token_id": None,
+          "torch_dtype": "float32"}
+USUAL = {**COMMON, "hidden_size": 64, "intermediate_size": 90, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 128}
+MODELS = {
+    "llama": llama_config(),
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True, **USUAL,
+              "num_hidden_layers": 3},
+    "gpt2": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4,
+             "n_positions": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **COMMON},
+    # an expert has six pages
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": 10,
+                "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False, **USUAL},
+    # so many experts that in each step some get no token (test_chaos.py)
+    "qwen3moe": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "mlp_only_layers": [0],
+                 "num_experts": 24, "num_experts_per_tok": 1, "moe_intermediate_size": 24, "norm_topk_prob": False,
+                 **USUAL},
+}
+SKIPPABLE = ("llama", "mixtral")  # skip_run() knows where in their attention to put a huge number
+DATA = ("bytes", "bytes", "shard", "tokens", "text")
+SAMPLED = ("bytes", "text")  # a prompt needs a tokenizer
+ENVIRONMENT = os.path.join(ROOT, "build", "tokenizer", "bin", "python")  # of `make tokenizer`
+_shared = []
+
+
+def shared_directory():
+    """Of all cases of this program: what is tokenized there is tokenized once."""
+    with _lock:
+        if not _shared:
+            _shared.append(tempfile.mkdtemp(prefix="mt-chaos-data-"))
+            atexit.register(shutil.rmtree, _shared[0], ignore_errors=True)
+    return _shared[0]
+
+
+def write_config(folder, model, data="bytes"):
+    """config.json; text in bytes has the vocabulary of test models, other text that of its tokenizer.json."""
+    os.makedirs(folder, exist_ok=True)
+    if data == "text":
+        text_samples.write_tokenizer(folder, "chatml")
+    vocabulary = {"vocab_size": text_samples.VOCAB_SIZE, "eos_token_id": 2} if data == "text" else {}
+    with open(os.path.join(folder, "config.json"), "w") as f:
+        json.dump({**MODELS[model], **vocabulary}, f, indent=1)
+    return folder
+
+
+def conversations(count=800):
+    """Short ones: a sample of 32 tokens holds one or two, whole."""
+    dice = text_samples.Dice("chaos")
+    for _ in range(count):
+        yield {"prompt": text_samples.sentence(dice, 2), "completion": text_samples.sentence(dice, 4)}
+
+
+def data_file(directory, data):
+    """The training file and what else a run file says about it."""
+    if data == "text":
+        directory = shared_directory()
+    path = os.path.join(directory, {"bytes": "train.txt", "shard": "train.bin", "tokens": "train.mttokens",
+                                    "text": "train.jsonl"}[data])
+    with _lock:
+        if not os.path.exists(path):
+            {"bytes": lambda: write_text(path),
+             "shard": lambda: write_nanogpt_shard(path, tokens_of(20000)),
+             "tokens": lambda: write_token_file(path, [(5 + i % 7, 4 + i % 9) for i in range(400)]),
+             "text": lambda: text_samples.write_records(path, conversations())}[data]()
+    return path, {"cache_dir": os.path.join(directory, "cache")} if data == "text" else {}
+
+
 # -- runs --
 
 
-def chaos_run(directory, name="run", dtype="float32", workers=2, engine="auto", durability="step"):
+def run_of(directory, case, hf=None, file=None, **sections):
+    """A run of what a case has drawn, with these sections besides."""
+    usual, described = data_file(directory, case.data)
+    common = {"model": {"dtype": case.dtype, "tokenizer": "bytes" if case.data == "bytes" else ""},
+              "optimizer": {"workers": case.workers}, "data": described,
+              "memory": {"page_elements": 4096, "io_engine": case.engine, "durability": case.durability}}
+    hf = hf or write_config(os.path.join(directory, "model"), case.model, case.data)
+    return tiny_run(directory, "run", hf, file or usual, **merged(common, sections))
+
+
+def chaos_run(directory, case):
     """Every point of the protocol in a fifth of a second: evaluations, samples and exports after steps 3 and 6."""
-    return tiny_run(directory, name, training={"steps": STEPS}, model={"dtype": dtype},
-                    optimizer={"workers": workers},
-                    memory={"page_elements": 4096, "io_engine": engine, "durability": durability},
-                    data={"val_fraction": 0.1}, checkpoint={"export_interval": 3, "keep": 9},
-                    eval={"interval": 3, "sequences": 4, "sample_prompts": ["The"], "sample_tokens": 3})
+    samples = {"sample_prompts": ["The"], "sample_tokens": 3} if case.data in SAMPLED else {}
+    return run_of(directory, case, training={"steps": STEPS}, data={"val_fraction": 0.1},
+                  checkpoint={"export_interval": 3, "keep": 9}, eval={"interval": 3, "sequences": 4, **samples})
 
 
-def storm_run(directory, name="run", dtype="float32", workers=3, engine="auto", durability="step"):
-    return tiny_run(directory, name, training={"steps": STORM_STEPS}, model={"dtype": dtype},
-                    optimizer={"workers": workers},
-                    memory={"page_elements": 4096, "io_engine": engine, "durability": durability})
+def storm_run(directory, case):
+    return run_of(directory, case, training={"steps": STORM_STEPS})
 
 
-def skip_run(directory, name="run", dtype="float32", workers=2, engine="auto", durability="step"):
+def skip_run(directory, case):
     """The third step has a token whose attention overflows: it is skipped."""
     hf, file = os.path.join(directory, "hf-skip"), os.path.join(directory, "skip.txt")
     if not os.path.exists(file):
-        config = llama_config()
+        config = MODELS[case.model]
         tensors, shapes = make_weights(config), tensor_shapes(config)
         for tensor, value in (("embed_tokens", None), ("layers.0.self_attn.q_proj", 1e20),
                               ("layers.0.self_attn.k_proj", 1e20)):
@@ -123,33 +204,38 @@ def skip_run(directory, name="run", dtype="float32", workers=2, engine="auto", d
             else:  # only "z" has the first dimension
                 values[::64] = [1.0 if i == ord("z") else 0.0 for i in range(shapes[key][0])]
             tensors[key] = ("F32", shapes[key], pack("F32", values))
-        write_pretrained(hf, tensors)
+        write_safetensors(os.path.join(write_config(hf, case.model), "model.safetensors"), tensors)
         at, text = 2 * 128 + 40, text_of(20000).replace("z", "y")
         with open(file, "w") as f:
             f.write(text[:at] + "z" + text[at + 1:])
-    return tiny_run(directory, name, hf=hf, file=file, training={"steps": STEPS}, model={"dtype": dtype, "init": "pretrained"},
-                    optimizer={"workers": workers, "learning_rate": 1e-25}, data={"shuffle": False},
-                    memory={"page_elements": 4096, "io_engine": engine, "durability": durability})
+    return run_of(directory, case, hf, file, training={"steps": STEPS}, model={"init": "pretrained"},
+                  optimizer={"learning_rate": 1e-25}, data={"shuffle": False})
 
 
 MAKERS = {"chaos": chaos_run, "storm": storm_run, "skip": skip_run}
-_undisturbed, _lock = {}, threading.Lock()
+_undisturbed, _lock = {}, threading.RLock()
 
 
-def undisturbed(maker, dtype):
-    """Workers and engine change no bit, so one of a kind and dtype serves all."""
+def undisturbed(maker, case):
+    """Workers and engine change no bit, so one of a kind, model, dtype and data serves all."""
+    key = (maker, case.model, case.dtype, case.data)
     with _lock:
-        if (maker, dtype) not in _undisturbed:
+        if key not in _undisturbed:
+            plain = case._replace(workers=2, engine="auto", durability="step")
+            _undisturbed[key] = truth = Undisturbed(lambda d: MAKERS[maker](d, plain))
+            if case.data == "text":  # what is in the cache is not tokenized by what is disturbed
+                with tempfile.TemporaryDirectory() as aside:
+                    mtlaunch("tokenize", MAKERS[maker](aside, plain).file, status=DONE)
             began = time.monotonic()
-            _undisturbed[maker, dtype] = Undisturbed(lambda d: MAKERS[maker](d, dtype=dtype)).learn()
-            _undisturbed[maker, dtype].seconds = 0.7 * (time.monotonic() - began)
-        return _undisturbed[maker, dtype]
+            truth.learn()
+            truth.seconds = 0.7 * (time.monotonic() - began)
+        return _undisturbed[key]
 
 
 # -- cases --
 
 Case = collections.namedtuple("Case", "number kind point process action nth double resumed dtype workers engine "
-                              "durability seed")
+                              "durability seed model data")
 
 
 def named_combinations():
@@ -177,17 +263,25 @@ def make_case(seed, number, kinds=None):
 
 def case_of(rng, number, kind, point=None, process=None, action=None, double=False):
     resumed = point in ONLY_RESUMED or (kind == "moment" and rng.random() < 0.25)
-    return Case(number, kind, point, process, action, rng.randint(1, PASSES.get(point, 1)), double, resumed,
-                rng.choice(("float32", "bfloat16")), 2 if kind == "point" else rng.randint(1, 3),
-                rng.choice(("auto", "sync")), "step" if kind == "point" else rng.choice(("step", "step", 2)),
-                rng.getrandbits(32))
+    drawn = (rng.randint(1, PASSES.get(point, 1)), double, resumed,
+             rng.choice(("float32", "bfloat16")), 2 if kind == "point" else rng.randint(1, 3),
+             rng.choice(("auto", "sync")), "step" if kind == "point" else rng.choice(("step", "step", 2)),
+             rng.getrandbits(32))
+    model, data = rng.choice(tuple(MODELS)), rng.choice(DATA)
+    if point in ONLY_SKIPPED:
+        model, data = SKIPPABLE[model in ("mixtral", "qwen3moe")], "bytes"
+    if data == "text" and not os.path.exists(ENVIRONMENT):
+        data = "shard"
+    if point in ONLY_SAMPLED and data not in SAMPLED:
+        data = "bytes"
+    return Case(number, kind, point, process, action, *drawn, model, data)
 
 
 def title(case):
     what = "%s@%s:%s:%d" % case[2:6] if case.kind == "point" else case.kind
-    return "%d %s%s%s (%s, %d opt, %s, durability %s)" % (
-        case.number, what, " + kill" if case.double else "", ", resumed" if case.resumed else "", case.dtype,
-        case.workers, case.engine, case.durability)
+    return "%d %s%s%s (%s of %s, %s, %d opt, %s, durability %s)" % (
+        case.number, what, " + kill" if case.double else "", ", resumed" if case.resumed else "", case.model, case.data,
+        case.dtype, case.workers, case.engine, case.durability)
 
 
 class Attempt:
@@ -196,14 +290,13 @@ class Attempt:
     def __init__(self, case, directory):
         self.case, self.rng = case, random.Random(case.seed)
         self.maker = "storm" if case.kind == "storm" else "skip" if case.point in ONLY_SKIPPED else "chaos"
-        self.expected = undisturbed(self.maker, case.dtype)
+        self.expected = undisturbed(self.maker, case)
         self.once = os.path.join(directory, "once")
         env = {"MTLAUNCH_FAULT": "%s@%s:%s:%d" % case[2:6], "MTLAUNCH_FAULT_ONCE": self.once,
                "MTLAUNCH_FAULT_SEED": str(case.seed)} if case.kind == "point" else {}
         if case.action in ("stop", "hang"):
             env["MTLAUNCH_SILENCE_S"] = str(SILENCE_S)
-        run = MAKERS[self.maker](directory, dtype=case.dtype, workers=case.workers, engine=case.engine,
-                                 durability=case.durability)
+        run = MAKERS[self.maker](directory, case)
         self.trial, self.run = Trial(run, env), run
         self.kills = []  # (pid, seconds since 1970, action)
         self.output, self.late, self.killed_before, self.noted = "", 0, None, False
@@ -219,7 +312,8 @@ class Attempt:
             self.kills.pop()
 
     def victims(self, live, name=None):
-        return [pid for pid, _ in live.children(name)]
+        """Workers: who tokenizes samples beside them is restarted by nobody."""
+        return [pid for pid, role in live.children(name) if role in ROLES]
 
     def kill_any(self, live):
         """The launcher one time in four."""
@@ -445,6 +539,7 @@ def summary(outcomes, seed, seconds, commit=""):
     slowest = max(((ms, title(o.case)) for o in outcomes if o.measured for _, ms in o.measured["running_ms"]), default=(0, ""))
     return {"name": "chaos", "commit": commit, "cases": len(outcomes),
             "kinds": count(o.case.kind + ("+kill" if o.case.double else "") for o in outcomes),
+            "models": count(o.case.model for o in outcomes), "data": count(o.case.data for o in outcomes),
             "kills": count(a for m in good for a in m["kills"]), "late": sum(m["late"] for m in good),
             "tiers": count(t for m in good for t in m["tiers"]), "failures": sum(1 for o in outcomes if o.why),
             "death_seen_ms": spread([v for m in good for v in m["seen_ms"]]),
