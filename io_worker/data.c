@@ -33,7 +33,7 @@ struct source_list {
 };
 
 struct open_file {
-    const char *path; /* of a source: compared by address */
+    const char *path; /* of a source, its index or its checks: compared by address */
     int fd;
 };
 
@@ -312,19 +312,34 @@ static int same_file(const struct data_identity *a, const struct data_identity *
            (cached ? a->inode == b->inode && a->device == b->device : a->mtime_ns == b->mtime_ns);
 }
 
+static int find_open(const struct data *d, const char *path)
+{
+    for (size_t i = 0; i < OPEN_FILES_MAX; i++)
+        if (d->files[i].fd >= 0 && d->files[i].path == path)
+            return d->files[i].fd;
+    return -1;
+}
+
+/* A place for a file that is to be opened; what was there longest is closed. */
+static struct open_file *displace(struct data *d, const char *path)
+{
+    struct open_file *f = &d->files[d->next_file];
+    d->next_file = (d->next_file + 1) % OPEN_FILES_MAX;
+    if (f->fd >= 0)
+        (void)close(f->fd); /* opened for reading */
+    *f = (struct open_file){path, -1};
+    return f;
+}
+
 /* The descriptor of a source's file, opened at the first use and again after it was displaced. */
 static int open_file(struct data *d, const char *path, const struct data_identity *identity,
                      bool cached)
 {
     struct stat status;
-    for (size_t i = 0; i < OPEN_FILES_MAX; i++)
-        if (d->files[i].fd >= 0 && d->files[i].path == path)
-            return d->files[i].fd;
-    struct open_file *f = &d->files[d->next_file];
-    d->next_file = (d->next_file + 1) % OPEN_FILES_MAX;
-    if (f->fd >= 0)
-        (void)close(f->fd); /* opened for reading */
-    f->path = path;
+    int known = find_open(d, path);
+    if (known >= 0)
+        return known;
+    struct open_file *f = displace(d, path);
     f->fd = open(path, O_RDONLY | O_CLOEXEC);
     if (f->fd < 0)
         return error_set(ERROR_FAILED, "%s: cannot open again: %s", path, strerror(errno));
@@ -337,6 +352,30 @@ static int open_file(struct data *d, const char *path, const struct data_identit
         return error_set(ERROR_FAILED, "%s: the file changed since the run started", path);
     }
     return f->fd;
+}
+
+static int open_checks(struct data *d, const struct data_source *s)
+{
+    int known = find_open(d, s->checks_path);
+    if (known >= 0)
+        return known;
+    struct open_file *f = displace(d, s->checks_path);
+    f->fd = data_source_open_checks(s);
+    return f->fd;
+}
+
+/* Both files of a source. What is opened second may displace the first, but not the other way
+ * round: the place after the newest is the oldest. */
+static int open_source(struct data *d, const struct data_source *s, struct data_source_files *files)
+{
+    bool cached = !data_source_is_shard(s->kind);
+    for (int i = 0; i < 2; i++) {
+        files->fd = open_file(d, s->token_path, &s->tokens_identity, cached);
+        files->checks_fd = files->fd < 0 ? -1 : open_checks(d, s);
+        if (files->checks_fd < 0)
+            return -(int)error_kind_now();
+    }
+    return 0;
 }
 
 /* The largest i with first[i] <= number; first ascends over n + 1 entries. */
@@ -366,9 +405,8 @@ static bool take_word(struct data *d, uint64_t at)
 static int read_tokens(struct data *d, const struct data_source *s, uint64_t start, uint64_t n,
                        uint64_t at)
 {
-    int fd = open_file(d, s->token_path, &s->tokens_identity, !data_source_is_shard(s->kind));
-    if (fd < 0 || data_file_read(fd, s->token_path, d->raw, n * s->token_bytes,
-                                 s->token_offset + start * s->token_bytes) < 0)
+    struct data_source_files files;
+    if (open_source(d, s, &files) < 0 || data_source_read(s, &files, start, n, d->raw) < 0)
         return -(int)error_kind_now();
     int32_t *tokens = d->tokens + at;
     data_tokens_widen(d->raw, s->token_bytes, n, tokens);

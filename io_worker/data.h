@@ -32,7 +32,11 @@
  *          if (data_read_sample(d, DATA_TRAIN, q, &sample) < 0) ...
  *      data_close(d);
  *
- * Memory is bounded: file names and counts, one sample, a few open files. Documents are never
+ * Every block of 64 KiB of tokens, and of an index, has a hash that is compared at each read
+ * (data_checks.h): -ERROR_FAILED, "damaged".
+ *
+ * Memory is bounded: file names and counts, one sample, a few open files; while a file is made or
+ * scanned, 8 bytes for each 64 KiB of it. Documents are never
  * listed in RAM; without packing they are listed in an index file that is searched where it lies.
  */
 #ifndef IO_WORKER_DATA_H

@@ -17,7 +17,7 @@
 #include "procs/error.h"
 #include "procs/fault.h"
 
-#define CACHE_VERSION      2
+#define CACHE_VERSION      3
 #define CACHE_BUFFER_BYTES ((size_t)1 << 20)
 #define CACHE_NAME_MAX     64 /* of the source's own name, at the front of the cache file's */
 
@@ -67,21 +67,38 @@ static uint64_t body_bytes(const struct data_cache_header *h)
     return 0;
 }
 
-int data_cache_load(const char *path, enum data_cache_kind kind, struct data_cache_header *header)
+uint64_t data_cache_checks_offset(const struct data_cache_header *header)
+{
+    return sizeof *header + body_bytes(header);
+}
+
+static uint64_t checks_bytes(const struct data_cache_header *h)
+{
+    uint64_t covered = h->kind == DATA_CACHE_SCAN ? h->tokens * h->token_bytes : body_bytes(h);
+    return data_checks_count(covered) * sizeof(uint64_t);
+}
+
+int data_cache_open(const char *path, enum data_cache_kind kind, struct data_cache_header *header)
 {
     struct stat status;
     int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return 0;
-    ssize_t n = pread(fd, header, sizeof *header, 0);
-    int statted = fstat(fd, &status);
-    (void)close(fd); /* nothing was written */
-    if (n != (ssize_t)sizeof *header || statted < 0)
-        return 0;
-    return memcmp(header->magic, cache_magic, sizeof cache_magic) == 0 &&
-           header->version == CACHE_VERSION && header->kind == kind &&
-           header->checksum == header_checksum(header) &&
-           (uint64_t)status.st_size == sizeof *header + body_bytes(header);
+    if (fd >= 0 && pread(fd, header, sizeof *header, 0) == (ssize_t)sizeof *header &&
+        fstat(fd, &status) == 0 && memcmp(header->magic, cache_magic, sizeof cache_magic) == 0 &&
+        header->version == CACHE_VERSION && header->kind == kind &&
+        header->checksum == header_checksum(header) &&
+        (uint64_t)status.st_size == data_cache_checks_offset(header) + checks_bytes(header))
+        return fd;
+    if (fd >= 0)
+        (void)close(fd); /* nothing was written */
+    return -1;
+}
+
+int data_cache_load(const char *path, enum data_cache_kind kind, struct data_cache_header *header)
+{
+    int fd = data_cache_open(path, kind, header);
+    if (fd >= 0)
+        (void)close(fd); /* nothing was written */
+    return fd >= 0;
 }
 
 int data_cache_matches(const struct data_cache_header *header, const struct data_identity *now)
@@ -187,6 +204,7 @@ static int flush_buffer(struct data_cache_writer *w)
 int data_cache_append(struct data_cache_writer *w, const void *bytes, size_t n)
 {
     const uint8_t *b = bytes;
+    data_checks_feed(&w->checks, bytes, n);
     while (n > 0) {
         size_t room = CACHE_BUFFER_BYTES - w->used;
         size_t k = n < room ? n : room;
@@ -213,6 +231,9 @@ int data_cache_finish(struct data_cache_writer *w, struct data_cache_header *hea
 {
     header_seal(header);
     int rc = flush_buffer(w);
+    data_checks_end(&w->checks);
+    if (rc == 0)
+        rc = write_all(w, w->checks.hashes, w->checks.n * sizeof *w->checks.hashes, w->offset);
     if (rc == 0)
         rc = write_all(w, header, sizeof *header, 0);
     if (rc == 0 && fsync(w->fd) < 0)
@@ -239,5 +260,6 @@ void data_cache_abandon(struct data_cache_writer *w)
     free(w->path);
     free(w->temporary);
     free(w->buffer);
+    data_checks_free(&w->checks);
     *w = (struct data_cache_writer){.fd = -1};
 }

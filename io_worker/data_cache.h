@@ -4,6 +4,7 @@
  *      header (512 bytes: what the source was, what came of it, a checksum)
  *      body   tokens of a tokenized text | nothing, for a scanned shard | entries of a document
  * index
+ *      checks of the body, or of the shard's tokens (data_checks.h)
  *
  * A file is written under NAME.tmp, flushed, and renamed; so NAME is whole or absent, and an
  * interrupted tokenization is done again. NAME.tmp is locked while it is written: two runs that
@@ -20,6 +21,8 @@
 #include <stdint.h>
 
 #include <sys/stat.h>
+
+#include "io_worker/data_checks.h"
 
 #define DATA_CACHE_RACY_NS 2000000000u
 
@@ -72,6 +75,12 @@ char *data_cache_path(const char *directory, const char *source_path, const char
  */
 int data_cache_load(const char *path, enum data_cache_kind kind, struct data_cache_header *header);
 
+/* The same, and the file stays open: its descriptor, -1 for "of no use". */
+int data_cache_open(const char *path, enum data_cache_kind kind, struct data_cache_header *header);
+
+/* Offset of the checks in a cache file. */
+uint64_t data_cache_checks_offset(const struct data_cache_header *header);
+
 /* Whether the file is certainly the one that was read for this header, without reading it again. */
 int data_cache_matches(const struct data_cache_header *header, const struct data_identity *now);
 
@@ -85,12 +94,14 @@ struct data_cache_writer {
     uint64_t offset; /* of the next flush in the file */
     uint8_t *buffer;
     size_t used;
+    struct data_checks checks; /* of what is appended; of a SCAN: set by whoever scanned */
 };
 
 /* -ERROR_BUSY when another process writes the same file. Pairs with _finish() or _abandon(). */
 int data_cache_begin(struct data_cache_writer *w, const char *path);
 int data_cache_append(struct data_cache_writer *w, const void *bytes, size_t n);
-/* Completes the header (magic, checksum), flushes, renames. Closes the writer, also on error. */
+/* Appends the checks, completes the header (magic, checksum), flushes, renames. Closes the writer,
+ * also on error. */
 int data_cache_finish(struct data_cache_writer *w, struct data_cache_header *header);
 /* Removes what was written. Allowed after _finish() and on a zeroed writer (does nothing). */
 void data_cache_abandon(struct data_cache_writer *w);

@@ -157,15 +157,15 @@ struct token_buffers {
     int32_t tokens[INDEX_TOKENS_READ];
 };
 
-static int index_tokens(struct indexing *x, int fd, struct token_buffers *b)
+static int index_tokens(struct indexing *x, const struct data_source_files *files,
+                        struct token_buffers *b)
 {
     const struct data_source *s = x->source;
     const struct data_reading *reading = x->reading;
     for (uint64_t at = 0; at < s->tokens;) {
         uint64_t left = s->tokens - at;
         uint64_t n = left < INDEX_TOKENS_READ ? left : INDEX_TOKENS_READ;
-        uint64_t offset = s->token_offset + at * s->token_bytes;
-        if (data_file_read(fd, s->token_path, b->raw, n * s->token_bytes, offset) < 0)
+        if (data_source_read(s, files, at, n, b->raw) < 0)
             return -(int)error_kind_now();
         data_tokens_widen(b->raw, s->token_bytes, n, b->tokens);
         if (index_chunk(x, at, b->tokens, n) < 0)
@@ -185,19 +185,25 @@ static int write_index(struct data_source *source, const struct data_reading *re
 {
     struct indexing x = {
         .source = source, .reading = reading, .seq_len = reading->seq_len, .header = header};
-    int fd = open(source->token_path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
+    struct data_source_files files = {.checks_fd = data_source_open_checks(source)};
+    if (files.checks_fd < 0)
+        return -(int)error_kind_now();
+    files.fd = open(source->token_path, O_RDONLY | O_CLOEXEC);
+    if (files.fd < 0) {
+        (void)close(files.checks_fd); /* opened for reading */
         return error_set(ERROR_FAILED, "%s: cannot open: %s", source->token_path, strerror(errno));
+    }
     struct token_buffers *buffers = malloc(sizeof *buffers);
     CHECK(buffers != NULL);
     int rc = data_cache_begin(&x.writer, source->index_path);
     if (rc == 0)
-        rc = index_tokens(&x, fd, buffers);
+        rc = index_tokens(&x, &files, buffers);
     if (rc == 0)
         rc = data_cache_finish(&x.writer, header);
     data_cache_abandon(&x.writer);
     free(buffers);
-    (void)close(fd); /* opened for reading */
+    (void)close(files.fd); /* opened for reading */
+    (void)close(files.checks_fd);
     return rc;
 }
 
@@ -250,6 +256,19 @@ static int read_entry(const struct data_source *source, int fd, uint64_t i, stru
                           DATA_CACHE_HEADER_BYTES + i * ENTRY_BYTES);
 }
 
+/* What was searched for is believed only where the entry found is what was written. */
+static int read_checked(const struct data_source *source, int fd, uint64_t i, struct entry *e)
+{
+    struct data_checked f = {.path = source->index_path,
+                             .fd = fd,
+                             .base = DATA_CACHE_HEADER_BYTES,
+                             .bytes = source->index_entries * ENTRY_BYTES,
+                             .checks_path = source->index_path,
+                             .checks_fd = fd};
+    f.checks_offset = f.base + f.bytes;
+    return data_checked_read(&f, e, sizeof *e, i * ENTRY_BYTES);
+}
+
 int data_index_find(const struct data_source *source, int fd, uint64_t number, uint64_t seq_len,
                     struct data_piece *piece)
 {
@@ -265,7 +284,7 @@ int data_index_find(const struct data_source *source, int fd, uint64_t number, u
         else
             high = middle;
     }
-    if (read_entry(source, fd, low, &e) < 0)
+    if (read_checked(source, fd, low, &e) < 0)
         return -(int)error_kind_now();
     if (e.first > number || e.end > source->tokens || e.start >= e.end ||
         (number - e.first) * seq_len >= e.end - e.start)

@@ -283,13 +283,22 @@ static int scan_tokens(const struct data_source *source, const struct data_readi
     return 0;
 }
 
-/* The end of a shard ends its last document; in a token file that stands there. */
-static int end_scan(const struct data_source *source, const struct data_reading *reading,
-                    uint32_t last, struct data_cache_header *header)
+/* The end of a shard ends its last document. */
+static int end_shard(const struct data_reading *reading, uint32_t last,
+                     struct data_cache_header *header)
 {
-    if (source->kind != SOURCE_TOKENS) {
-        header->documents += (int64_t)last != reading->eos_id;
-        return 0;
+    header->documents += (int64_t)last != reading->eos_id;
+    return 0;
+}
+
+/* In a token file that stands there; and its words are those that were written. */
+static int end_token_file(const struct data_source *source, uint32_t crc, uint32_t last,
+                          const struct data_cache_header *header)
+{
+    if (crc != source->token_file.words_checksum) {
+        (void)error_set(ERROR_USER, "%s: damaged: checksum of the words: expected %08x, found %08x",
+                        source->path, source->token_file.words_checksum, crc);
+        return error_hint("remove it; the next start, or `mtlaunch tokenize`, makes it again");
     }
     if ((last & TOKEN_FILE_END) && header->documents == source->token_file.documents)
         return 0;
@@ -301,12 +310,12 @@ static int end_scan(const struct data_source *source, const struct data_reading 
 
 /* Reads the whole shard once: every id is checked before the first step. */
 static int scan_shard(const struct data_source *source, int fd, const struct data_reading *reading,
-                      struct data_cache_header *header)
+                      struct data_cache_header *header, struct data_checks *checks)
 {
     struct data_stream s;
     int64_t n;
     int rc = 0;
-    uint32_t last = 0;
+    uint32_t last = 0, crc = 0;
     data_stream_begin(&s, source->path, fd, reading);
     s.unhashed = source->kind == SOURCE_TOKENS ? TOKEN_FILE_HEADER_BYTES : 0;
     size_t skip = source->token_offset; /* the header lies in the first chunk */
@@ -318,12 +327,16 @@ static int scan_shard(const struct data_source *source, int fd, const struct dat
         }
         size_t count = ((size_t)n - skip) / source->token_bytes;
         rc = scan_tokens(source, reading, s.chunk + skip, count, header);
+        data_checks_feed(checks, s.chunk + skip, count * source->token_bytes);
+        if (source->kind == SOURCE_TOKENS)
+            crc = token_file_crc(crc, s.chunk + skip, count * source->token_bytes);
         if (count > 0)
             last = token_at(s.chunk + skip, source->token_bytes, count - 1);
         skip = 0;
     }
     if (rc == 0)
-        rc = end_scan(source, reading, last, header);
+        rc = source->kind == SOURCE_TOKENS ? end_token_file(source, crc, last, header)
+                                           : end_shard(reading, last, header);
     data_stream_end(&s, header->source_hash);
     return rc;
 }
@@ -396,11 +409,15 @@ static int read_source(const struct data_source *source, int fd, const char *pat
                        const struct data_reading *reading, struct data_cache_header *header)
 {
     struct data_cache_writer w;
+    struct data_checks checks = {0};
     if (data_source_is_text(source->kind))
         return data_text_tokenize(source, fd, path, reading, header);
-    if (scan_shard(source, fd, reading, header) < 0 ||
-        data_source_unchanged(source, fd, &header->source) < 0 || data_cache_begin(&w, path) < 0)
+    if (scan_shard(source, fd, reading, header, &checks) < 0 ||
+        data_source_unchanged(source, fd, &header->source) < 0 || data_cache_begin(&w, path) < 0) {
+        data_checks_free(&checks);
         return -(int)error_kind_now();
+    }
+    w.checks = checks; /* the writer's now */
     header->kind = DATA_CACHE_SCAN;
     return data_cache_finish(&w, header);
 }
@@ -430,12 +447,12 @@ static int open_tokens(struct data_source *source, int fd, const struct data_ide
         source->skipped =
             source->kind == SOURCE_TOKENS ? source->token_file.skipped : header.skipped;
         memcpy(source->hash, header.source_hash, sizeof source->hash);
-        source->token_path = text ? path : strdup(source->path);
+        source->checks_offset = data_cache_checks_offset(&header);
+        source->token_path = strdup(text ? path : source->path);
         CHECK(source->token_path != NULL);
         rc = identify_tokens(source);
     }
-    if (source->token_path != path)
-        free(path);
+    source->checks_path = path;
     return rc;
 }
 
@@ -464,5 +481,35 @@ void data_source_close(struct data_source *source)
     free(source->path);
     free(source->token_path);
     free(source->index_path);
+    free(source->checks_path);
     *source = (struct data_source){0};
+}
+
+/* Another run may have put a newer file there: of the same bytes the checks are the same. */
+int data_source_open_checks(const struct data_source *source)
+{
+    struct data_cache_header header;
+    enum data_cache_kind kind =
+        data_source_is_text(source->kind) ? DATA_CACHE_TEXT : DATA_CACHE_SCAN;
+    int fd = data_cache_open(source->checks_path, kind, &header);
+    if (fd >= 0 && header.tokens == source->tokens && header.token_bytes == source->token_bytes &&
+        memcmp(header.source_hash, source->hash, sizeof header.source_hash) == 0)
+        return fd;
+    if (fd >= 0)
+        (void)close(fd); /* opened for reading */
+    return error_set(ERROR_FAILED, "%s: the file changed since the run started",
+                     source->checks_path);
+}
+
+int data_source_read(const struct data_source *source, const struct data_source_files *files,
+                     uint64_t start, uint64_t n, uint8_t *raw)
+{
+    struct data_checked f = {.path = source->token_path,
+                             .fd = files->fd,
+                             .base = source->token_offset,
+                             .bytes = source->tokens * source->token_bytes,
+                             .checks_path = source->checks_path,
+                             .checks_fd = files->checks_fd,
+                             .checks_offset = source->checks_offset};
+    return data_checked_read(&f, raw, n * source->token_bytes, start * source->token_bytes);
 }

@@ -32,6 +32,9 @@ struct data_source {
     uint64_t skipped; /* blank lines and empty texts */
     uint64_t hash[2]; /* xxh3-128 of the source's bytes; of a token file's words */
 
+    char *checks_path; /* the cache file that has the checks of the tokens, at this offset */
+    uint64_t checks_offset;
+
     struct token_file_header token_file; /* SOURCE_TOKENS */
 
     /* of samples that are not cut out of the stream: the file of documents (data_index.h) */
@@ -85,6 +88,17 @@ int data_source_detect(const char *path, enum data_format format, enum data_sour
 int data_source_open(struct data_source *source, const struct data_reading *reading);
 
 void data_source_close(struct data_source *source);
+
+/* The checks of this source's tokens: source->checks_path, open for reading. -ERROR_FAILED. */
+int data_source_open_checks(const struct data_source *source);
+
+struct data_source_files {
+    int fd, checks_fd; /* of token_path and checks_path, open for reading */
+};
+
+/* Tokens [start, start + n) as they lie in the file, compared with their checks. -ERROR_FAILED. */
+int data_source_read(const struct data_source *source, const struct data_source_files *files,
+                     uint64_t start, uint64_t n, uint8_t *raw);
 
 /* Whether the file open at fd is still what it was `before` it was read. -ERROR_FAILED if not. */
 int data_source_unchanged(const struct data_source *source, int fd,

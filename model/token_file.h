@@ -21,6 +21,7 @@
 #ifndef MODEL_TOKEN_FILE_H
 #define MODEL_TOKEN_FILE_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #define TOKEN_FILE_MAGIC        "MTTOKENS"
@@ -31,7 +32,7 @@
 #define TOKEN_FILE_HEADER_BYTES 512u
 #define TOKEN_FILE_WORD_BYTES   4u
 
-enum { TOKEN_FILE_VERSION = 1, TOKEN_FILE_KEY_BYTES = 16 };
+enum { TOKEN_FILE_VERSION = 2, TOKEN_FILE_KEY_BYTES = 16 };
 
 enum token_file_kind {
     TOKEN_FILE_TEXT = 1,        /* documents may be cut: what is learned stands everywhere */
@@ -54,7 +55,8 @@ struct token_file_header {
     uint8_t source_hash[32];           /* BLAKE2b of the source's bytes */
     char made_by[32];                  /* "tokenizers 0.23.3" */
     char taken_as[24];                 /* what the records were: "messages", "text", ... */
-    char source[292];                  /* for people: cut at the front if longer */
+    char source[288];                  /* for people: cut at the front if longer */
+    uint32_t words_checksum;           /* CRC-32 of the words */
     uint32_t checksum;                 /* CRC-32 of all before */
 };
 
@@ -62,6 +64,9 @@ _Static_assert(sizeof(struct token_file_header) == TOKEN_FILE_HEADER_BYTES, "on-
 
 /* CRC-32 as zlib's (IEEE 802.3, reflected) of the header but for its checksum. */
 uint32_t token_file_checksum(const struct token_file_header *header);
+
+/* CRC-32 as zlib's of bytes that follow others whose CRC is `crc` (0: they are the first). */
+uint32_t token_file_crc(uint32_t crc, const void *bytes, size_t n);
 
 /* Is it a header of a token file of `file_bytes`? 0, or -ERROR_USER: what was expected and found
  * (the caller puts the path in front). Texts in it are terminated from then on. */

@@ -228,9 +228,10 @@ def write_token_file(path, conversations, vocab=250):
         words.extend([n | 1 << 30 for n in ids[:masked]] + ids[masked:])
         words[-1] |= 1 << 31
         labels += learned
-    header = struct.pack("<8sII4Q", b"MTTOKENS", 1, 2, len(words), len(conversations), labels, 0)
+    header = struct.pack("<8sII4Q", b"MTTOKENS", 2, 2, len(words), len(conversations), labels, 0)
     header = header.ljust(508 - 32 - 24 - 292, b"\0")
-    header += b"hand".ljust(32, b"\0") + b"messages".ljust(24, b"\0") + path.encode()[-291:].ljust(292, b"\0")
+    header += b"hand".ljust(32, b"\0") + b"messages".ljust(24, b"\0") + path.encode()[-287:].ljust(288, b"\0")
+    header += struct.pack("<I", zlib.crc32(words.tobytes()))
     with open(path, "wb") as f:
         f.write(header + struct.pack("<I", zlib.crc32(header)) + words.tobytes())
     return path

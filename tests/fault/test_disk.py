@@ -14,6 +14,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from harness import *
 from mounts import enter_namespace, mounted
+import text_samples as samples
 
 STEPS = 4
 
@@ -349,6 +350,37 @@ def limits_under_which_a_library_would_abort_or_spin_are_refused_with_numbers(t)
     equal(mtlaunch("stop", "nowhere", status=FIT, preexec=limited("RLIMIT_NOFILE", 10, 10)).out, "", "said")
     mtlaunch(run.file, status=DONE, preexec=limited("RLIMIT_NOFILE", 12, 4096))  # a soft limit is raised
     check_undisturbed(run)
+
+
+# -- the cache of text --
+
+
+@test
+def a_disk_that_is_full_while_text_is_tokenized_leaves_nothing_that_is_believed(t):
+    if not os.path.exists(os.path.join(ROOT, "build", "tokenizer", "requirements.txt")):
+        skip("no tokenizing environment: `make tokenizer` makes it")
+    folder = samples.write_tokenizer(write_model(os.path.join(t.dir, "model"), vocab_size=samples.VOCAB_SIZE,
+                                                 eos_token_id=2), "chatml")
+    file = samples.write_records(os.path.join(t.dir, "a.jsonl"), [samples.conversation(samples.Dice("full", i), "system")
+                                                                  for i in range(400)])
+
+    def text_run(name, cache):
+        return tiny_run(t.dir, name, folder, file, model={"tokenizer": ""}, data={"cache_dir": cache},
+                        training={"steps": 2, "seq_len": 128})
+
+    whole = text_run("whole", os.path.join(t.dir, "cache"))
+    whole.ok()
+    size = max(os.path.getsize(os.path.join(t.dir, "cache", n)) for n in os.listdir(os.path.join(t.dir, "cache")))
+    for i, room in enumerate((4096, size // 2, size - 4096, size + 4096)):
+        with mounted(os.path.join(t.dir, "small%d" % i), room & -4096) as small:
+            run = text_run("run%d" % i, small)
+            result = run.ok(status=FIT)  # the last one: by io_worker, which has no room for what it scanned
+            check_said(result, "No space left", re.escape(small), "free some space, or set data.cache_dir")
+            whole_ones = [n for n in os.listdir(small) if not n.endswith(".tmp")]
+            check(len(whole_ones) == (i == 3), "left in the cache with %d bytes: %s" % (room, os.listdir(small)))
+            subprocess.run(["mount", "-o", "remount,size=%d" % (4 << 20), small], check=True)
+            run.ok()
+            equal(run.hashes(), whole.hashes(), "state hashes")
 
 
 enter_namespace()

@@ -275,6 +275,7 @@ static size_t fix_token_file(uint8_t *data, size_t size, size_t max_size, uint64
         memcpy(data + need + 4 * i, &word, sizeof word);
         h.documents += (word & TOKEN_FILE_END) != 0;
     }
+    h.words_checksum = token_file_crc(0, data + need, size - need);
     h.checksum = token_file_checksum(&h);
     memcpy(data + HEAD_BYTES, &h, sizeof h);
     data[0] |= 3;

@@ -161,6 +161,121 @@ static void a_damaged_cache_file_is_made_again(void **state)
     data_close(d);
 }
 
+static void flip(const char *path, int64_t offset)
+{
+    struct stat before;
+    uint8_t byte;
+    int fd = open(path, O_RDWR);
+    assert_true(fd >= 0 && fstat(fd, &before) == 0);
+    assert_int_equal(pread(fd, &byte, 1, offset), 1);
+    byte ^= 4;
+    assert_int_equal(pwrite(fd, &byte, 1, offset), 1);
+    const struct timespec times[2] = {before.st_atim, before.st_mtim};
+    assert_int_equal(futimens(fd, times), 0); /* a drive that rots changes no times */
+    close(fd);
+}
+
+/* Reads all samples: how many are refused, each with these words. */
+static uint64_t count_refused(struct data *d, const char *path)
+{
+    uint64_t refused = 0;
+    for (uint64_t q = 0; q < data_samples(d, DATA_TRAIN); q++) {
+        error_clear();
+        int rc = data_read_sample(d, DATA_TRAIN, q, &sample);
+        if (rc == 0)
+            continue;
+        assert_int_equal(rc, -ERROR_FAILED);
+        assert_non_null(strstr(error_text(), path));
+        assert_non_null(strstr(error_text(), "damaged: bytes "));
+        assert_non_null(strstr(error_text(), "may be removed"));
+        refused++;
+    }
+    return refused;
+}
+
+enum { LONG = 150000 }; /* bytes of text: with 2 bytes a token, five blocks of checks */
+
+static const char *long_text(const char *name)
+{
+    static char text[LONG];
+    for (size_t i = 0; i < sizeof text; i++)
+        text[i] = (char)('a' + i * i % 23);
+    return fixture_write(name, text, sizeof text);
+}
+
+/* Flipped in the cache: exactly the samples of that block of 64 KiB are refused; made again, none.
+ */
+static void a_bit_of_a_tokenized_text_is_found_where_it_is_read(void **state)
+{
+    (void)state;
+    int n;
+    const char *train[] = {long_text("a.txt")};
+    struct data_config c = fixture_config(train, 1);
+    c.seq_len = 1024;
+    c.shuffle = true;
+    struct data *d = fixture_open(&c);
+    assert_int_equal(count_refused(d, "a.txt"), 0);
+    data_close(d);
+    const char *path = cache_file(&c, ".tokens", &n);
+    const int64_t places[] = {512 + 10, 512 + 65536, 512 + 2 * LONG}; /* the last: the end token */
+    const uint64_t samples[] = {32, 32, 0};                           /* of which is in no sample */
+    for (int i = 0; i < 3; i++) {
+        flip(path, places[i]);
+        d = fixture_open(&c);
+        uint64_t last = (2 * LONG - 4 * 65536) / 2048; /* whole samples in the last block */
+        assert_int_equal(count_refused(d, path), i < 2 ? samples[i] : last);
+        data_close(d);
+        flip(path, places[i]);
+    }
+    flip(path, 512 + 2 * (LONG + 1) + 8); /* the second check itself */
+    d = fixture_open(&c);
+    assert_int_equal(count_refused(d, path), 32);
+    data_close(d);
+    assert_int_equal(unlink(path), 0);
+    d = fixture_open(&c);
+    assert_int_equal(count_refused(d, path), 0);
+    data_close(d);
+}
+
+static void a_bit_of_an_index_is_found_where_it_is_read(void **state)
+{
+    (void)state;
+    int n;
+    const char *train[] = {fixture_text("a.jsonl", "{\"text\": \"abc\"}\n{\"text\": \"defgh\"}\n")};
+    struct data_config c = fixture_config(train, 1);
+    c.packing = false;
+    struct data *d = fixture_open(&c);
+    assert_int_equal(data_samples(d, DATA_TRAIN), 2);
+    assert_int_equal(count_refused(d, "a.jsonl"), 0);
+    data_close(d);
+    const char *path = cache_file(&c, ".documents-8", &n);
+    for (int64_t at = 0; at < 2 * 24; at += 8) {
+        flip(path, 512 + at);
+        d = fixture_open(&c);
+        uint64_t refused = count_refused(d, path);
+        assert_true(refused == 2);
+        data_close(d);
+        flip(path, 512 + at);
+    }
+}
+
+/* The user's own file: what was scanned at the start is compared with what is read later. */
+static void a_bit_of_a_shard_is_found_where_it_is_read(void **state)
+{
+    (void)state;
+    static uint16_t tokens[50000];
+    for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++)
+        tokens[i] = (uint16_t)(i % 250);
+    const char *train[] = {fixture_write("a.bin", tokens, sizeof tokens)};
+    struct data_config c = fixture_config(train, 1);
+    c.seq_len = 1000;
+    struct data *d = fixture_open(&c);
+    assert_int_equal(count_refused(d, train[0]), 0);
+    flip(train[0], 2 * 40000);
+    assert_int_equal(count_refused(d, train[0]), 49 - 32); /* 32768 tokens in the first block */
+    data_close(d);
+}
+
 static void an_interrupted_tokenization_leaves_nothing(void **state)
 {
     (void)state;
@@ -297,6 +412,9 @@ int main(void)
         TEST(a_changed_text_of_the_same_size_and_time_is_noticed),
         TEST(a_changed_shard_of_the_same_size_is_scanned_again),
         TEST(a_damaged_cache_file_is_made_again),
+        TEST(a_bit_of_a_tokenized_text_is_found_where_it_is_read),
+        TEST(a_bit_of_an_index_is_found_where_it_is_read),
+        TEST(a_bit_of_a_shard_is_found_where_it_is_read),
         TEST(an_interrupted_tokenization_leaves_nothing),
         TEST(what_a_killed_run_left_is_overwritten),
         TEST(sources_of_one_name_do_not_share_a_cache_file),

@@ -35,6 +35,7 @@ static struct file file_of(enum token_file_kind kind, const uint32_t *words, siz
     for (size_t i = 0; i < n; i++)
         f.header.documents += (words[i] & E) != 0;
     f.header.labels = n - f.header.documents;
+    f.header.words_checksum = token_file_crc(0, f.words, n * sizeof *words);
     f.header.checksum = token_file_checksum(&f.header);
     return f;
 }
@@ -218,6 +219,8 @@ static void the_fingerprint_is_of_the_words_and_not_of_the_header(void **state)
     data_close(d);
     assert_memory_equal(first, second, sizeof first);
     f.words[1] |= M;
+    f.header.words_checksum = token_file_crc(0, f.words, 3 * sizeof *f.words);
+    f.header.checksum = token_file_checksum(&f.header);
     (void)write_file("a.mttokens", &f);
     d = fixture_open(&c);
     data_fingerprint(d, second);
@@ -235,8 +238,10 @@ static void refused_after(void (*change)(struct file *), const char *a, const ch
     fixture_refused(&c, ERROR_USER, a, b);
 }
 
+/* As whoever wrote these words would have. */
 static void sealed(struct file *f)
 {
+    f->header.words_checksum = token_file_crc(0, f->words, f->header.tokens * sizeof *f->words);
     f->header.checksum = token_file_checksum(&f->header);
 }
 
@@ -255,7 +260,7 @@ static void flipped_bit(struct file *f)
 static void more_tokens(struct file *f)
 {
     f->header.tokens = UINT64_MAX / 4 + 6;
-    sealed(f);
+    f->header.checksum = token_file_checksum(&f->header);
 }
 static void more_documents(struct file *f)
 {
@@ -276,23 +281,46 @@ static void open_end(struct file *f)
 {
     f->words[1] |= E;
     f->words[4] &= ~E;
+    sealed(f);
+}
+static void flipped_word(struct file *f)
+{
+    f->words[3] ^= 1;
+}
+static void flipped_mask(struct file *f)
+{
+    f->words[1] ^= M;
 }
 static void large_id(struct file *f)
 {
     f->words[3] = 300 | M;
 }
 
+/* Check value of CRC-32 and a second one (zlib.crc32), whole and in two pieces. */
+static void the_checksum_is_zlibs(void **state)
+{
+    (void)state;
+    static const char text[] = "The quick brown fox jumps over the lazy dog";
+    assert_int_equal(token_file_crc(0, "123456789", 9), 0xcbf43926);
+    for (size_t n = 0; n < sizeof text; n++) {
+        uint32_t crc = token_file_crc(token_file_crc(0, text, n), text + n, sizeof text - 1 - n);
+        assert_int_equal(crc, 0x414fa339);
+    }
+}
+
 static void damaged_files_are_refused_by_what_is_wrong(void **state)
 {
     (void)state;
     refused_after(other_magic, "a.mttokens", "expected a token file");
-    refused_after(other_version, "version 1", "found 9");
+    refused_after(other_version, "version 2", "found 9");
     refused_after(flipped_bit, "checksum of the header", "expected");
     refused_after(more_tokens, "the header says", "532 bytes");
     refused_after(more_documents, "expected 1 to 5 documents", "found 6");
     refused_after(another_document, "expected 3 documents", "found 2 ends");
     refused_after(unknown_kind, "kind: expected 1 or 2", "found 3");
     refused_after(open_end, "damaged", "the end of one at the end");
+    refused_after(flipped_word, "a.mttokens: damaged: checksum of the words", "expected");
+    refused_after(flipped_mask, "a.mttokens: damaged: checksum of the words", "mtlaunch tokenize");
     refused_after(large_id, "token 3 (byte offset 524) has id 300", "vocab_size = 300");
     const char *train[] = {fixture_write("c.mttokens", "MTTOKENS", 8)};
     struct data_config c = config_of(train, 1, 4);
@@ -323,6 +351,7 @@ int main(void)
         TEST(a_conversation_whose_answer_is_cut_off_makes_no_sample),
         TEST(text_beside_conversations_is_cut_and_packed),
         TEST(the_fingerprint_is_of_the_words_and_not_of_the_header),
+        TEST(the_checksum_is_zlibs),
         TEST(damaged_files_are_refused_by_what_is_wrong),
         TEST(other_data_cannot_be_mixed_in),
     };

@@ -11,15 +11,16 @@ import time
 import zlib
 
 MAGIC = b"MTTOKENS"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 512
 MASKED = 1 << 30  # the model is not to learn this token
 END = 1 << 31  # the last token of its document
 TEXT, INSTRUCTION = 1, 2
 RACY_NS = 2_000_000_000  # as io_worker/data_cache.h: a change within one tick of the clock would not show
 
-# magic version kind | tokens documents labels skipped unlabelled token_max scanned_ns | identity | key | hash | texts
-LAYOUT = struct.Struct("<8sII7Q5Q16s32s32s24s292s")
+# magic version kind | tokens documents labels skipped unlabelled token_max scanned_ns | identity | key | hash | texts |
+# CRC-32 of the words
+LAYOUT = struct.Struct("<8sII7Q5Q16s32s32s24s288sI")
 COUNTS = ("tokens", "documents", "labels", "skipped", "unlabelled", "token_max", "scanned_ns")
 assert LAYOUT.size == HEADER_BYTES - 4
 
@@ -58,14 +59,15 @@ class Header:
     def __init__(self, kind=TEXT, key=b"", taken_as="", source="", identity=(0,) * 5):
         self.kind, self.key, self.identity = kind, key, identity
         self.taken_as, self.source, self.made_by = taken_as, source, ""
-        self.source_hash = b""
+        self.source_hash, self.words_checksum = b"", 0
         for name in COUNTS:
             setattr(self, name, 0)
 
     def pack(self):
         counts = [getattr(self, name) for name in COUNTS]
         body = LAYOUT.pack(MAGIC, VERSION, self.kind, *counts, *self.identity, self.key, self.source_hash,
-                           text_bytes(self.made_by, 32), text_bytes(self.taken_as, 24), text_bytes(self.source, 292))
+                           text_bytes(self.made_by, 32), text_bytes(self.taken_as, 24), text_bytes(self.source, 288),
+                           self.words_checksum)
         return body + struct.pack("<I", zlib.crc32(body))
 
 
@@ -87,6 +89,7 @@ def read_header(path):
     header.source_hash = fields[16]
     header.made_by, header.taken_as, header.source = (
         f.rstrip(b"\0").decode("utf-8", "surrogateescape") for f in fields[17:20])
+    header.words_checksum = fields[20]
     return header if size == HEADER_BYTES + 4 * header.tokens else None
 
 
@@ -109,7 +112,7 @@ class Writer:
     """Holds the lock from open_locked() on; finish() or close() ends it."""
 
     def __init__(self, path):
-        self.path, self.temporary, self.file = path, path + ".tmp", None
+        self.path, self.temporary, self.file, self.crc = path, path + ".tmp", None, 0
 
     def open_locked(self, on_wait):
         """Waits while another process writes the same file."""
@@ -127,15 +130,18 @@ class Writer:
             os.close(fd)
 
     def begin(self):
+        self.crc = 0
         self.file.truncate(0)
         self.file.write(bytes(HEADER_BYTES))  # no magic: a file that was not finished is none
 
     def append(self, words):
+        self.crc = zlib.crc32(words, self.crc)
         self.file.write(words)
 
     def finish(self, header):
         self.file.flush()
         header.scanned_ns = header.scanned_ns or time.time_ns()
+        header.words_checksum = self.crc
         os.pwrite(self.file.fileno(), header.pack(), 0)
         os.fsync(self.file.fileno())
         os.rename(self.temporary, self.path)
