@@ -274,6 +274,8 @@ def case_of(rng, number, kind, point=None, process=None, action=None, double=Fal
         data = "shard"
     if point in ONLY_SAMPLED and data not in SAMPLED:
         data = "bytes"
+    if point == "io_cache_before_rename" and data == "text":
+        data = "tokens"  # the cache of text is shared, and full
     return Case(number, kind, point, process, action, *drawn, model, data)
 
 
