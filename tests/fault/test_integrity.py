@@ -14,9 +14,10 @@ import struct
 import subprocess
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [os.path.dirname(HERE), HERE, os.path.join(os.path.dirname(HERE), "kill")]
 from harness import *
+import chaos
 import segment
 
 STEPS = 8
@@ -25,25 +26,25 @@ RINGS = ("MICROBATCH", "MICROBATCH_RETURN", "WEIGHTS", "WEIGHTS_RETURN", "GRADIE
          "STATE_RETURN", "WRITEBACK")
 
 
-def integrity_run(directory, name="run", **changes):
+def integrity_run(directory, name="run", hf=None, **changes):
     sections = {"training": {"steps": STEPS}, "optimizer": {"workers": 2}, "memory": {"page_elements": 4096},
                 "checkpoint": {"export_interval": 0}}
     for section, keys in changes.items():
         sections.setdefault(section, {}).update(keys)
-    return tiny_run(directory, name, **sections)
+    return tiny_run(directory, name, hf, **sections)
 
 
 undisturbed = Undisturbed(integrity_run)
 
 
-def ends_right(run, live, timeout=60):
+def ends_right(run, live, timeout=60, truth=undisturbed):
     """To the end; a clean stop must resume. Returns how the run got there."""
     status = live.wait(timeout)
     check(status in (DONE, FAILED), "status %s: %s" % (status, live.output()))
     if status == FAILED:
         check("start it again to resume" in live.output() or "resume" in live.output(), live.output())
         run.ok()
-    undisturbed.check_state(run)
+    truth.check_state(run)
     tiers = [e["tier"] for e in run.events("restart")]
     return ("stopped, " if status == FAILED else "") + (" ".join(tiers) or "no restart")
 
@@ -430,6 +431,101 @@ def a_write_lost_before_a_skipped_step_is_found_before_the_older_commit_gives_wa
         order = [(e["event"], e.get("step")) for e in run.events() if e["event"] in ("commit", "worker_exit", "resume")]
         died = order.index(("worker_exit", None))
         check(("commit", 4) not in order[:died], "step 4 was committed before the loss was found: %s" % order)
+
+
+# -- experts: pages of their own, most of them of experts that no token of a step went to --
+
+EXPERTS = range(32, 32 + 24 * 3)  # pages of chaos.py's qwen3moe: embedding 5, a dense block 16, attention and router 11
+EXPERT_ELEMENTS = 1536  # of each; the rest of a page is padding
+
+
+def experts_run(directory, name="run", **changes):
+    hf = chaos.write_config(os.path.join(directory, "experts"), "qwen3moe")
+    return integrity_run(directory, name, hf, **changes)
+
+
+experts_undisturbed = Undisturbed(experts_run)
+
+
+def disturbed_experts(t, name, env=None):
+    d = Disturbed(t, name, env)
+    d.run = experts_run(t.dir, name)
+    return d
+
+
+def first_waiting(d, ring, wanted=lambda descriptor: True):
+    """The first frame of a page of an expert that is lent on `ring`. Whoever takes from it is stopped: where it has too
+    few frames for the pages before, it goes on for a moment at a time."""
+    role = {"WEIGHTS": "gpu", "GRADIENT": "opt", "STATE": "opt", "WRITEBACK": "io"}[ring]
+
+    def look():
+        return next((w for w in d.segment.waiting(ring) if w["page"] in EXPERTS and wanted(w)), None)
+
+    for _ in range(400):
+        with contextlib.suppress(TestFailure):
+            return wait_until(look, 0.05)
+        d.segment.go_on(role)
+        time.sleep(0.002)
+        d.segment.stop(role)
+    raise TestFailure("no page of an expert on %s" % ring)
+
+
+def experts_end(d, t, tier, words=""):
+    how = ends_right(d.run, d.live, truth=experts_undisturbed)
+    equal(how, tier, "how it went on")
+    check(words in d.live.output() + log_of(d.run, "io_worker.0"), "told nowhere: %r\n%s" % (words, d.live.output()))
+
+
+@test
+def a_bit_of_the_gradient_of_an_expert_without_tokens(t):
+    """It is zero, and what it is flipped to would be the only thing that this expert learns in this step."""
+    for env in (None, HASHES_OFF):
+        with disturbed_experts(t, "on" if env is None else "off", env) as d:
+            d.segment.hold("GRADIENT", 3)
+
+            def is_zero(w):
+                return not any(os.pread(d.segment.fd, 4096 * 4, d.segment.payload("GRADIENT", w)))
+            waiting = first_waiting(d, "GRADIENT", is_zero)
+            t.note("page %d, step %d" % (waiting["page"], waiting["step"]))
+            d.segment.flip(d.segment.payload("GRADIENT", waiting) + 4 * t.rng.randrange(EXPERT_ELEMENTS) + 3, 6)
+            d.segment.release()
+            if env is None:
+                experts_end(d, t, "T1", "gradient of page")
+            else:
+                equal(d.live.wait(), DONE, "status: %s" % d.live.output())
+                check(d.run.hashes() != experts_undisturbed.hashes(), "without hashes the flipped bit changes nothing")
+
+
+@test
+def a_bit_of_what_belongs_to_an_expert(t):
+    """Its weights on their way to the device, its state on its way to an update and back. The weights may be those of
+    an expert that no token asks for: no result would show it, a hash does."""
+    for ring, tier, words in (("WEIGHTS", "T2", "weights of page"), ("STATE", "no restart", "reading it once more"),
+                              ("WRITEBACK", "T2", "")):
+        with disturbed_experts(t, ring) as d:
+            d.segment.hold(ring, 3)
+            waiting = first_waiting(d, ring)
+            at = d.segment.payload(ring, waiting) + 4 * t.rng.randrange(EXPERT_ELEMENTS)
+            if ring != "WEIGHTS":
+                at += d.segment.layout["image"]["offset"][t.rng.choice((0, 2, 3))]
+            t.note("%s: page %d, step %d" % (ring, waiting["page"], waiting["step"]))
+            d.segment.flip(at, t.rng.randrange(8))
+            d.segment.release()
+            experts_end(d, t, tier, words)
+
+
+@test
+def a_slot_of_an_expert_that_changes_on_disk_costs_one_commit(t):
+    with disturbed_experts(t, "run") as d:
+        step = d.segment.rest(4)
+        equal(Tables(d.segment).pages, EXPERTS.stop + 6, "pages of the model")
+        versions, page = slots_of(d.run), t.rng.choice(EXPERTS)
+        equal(max(versions[page]), step - 1, "newest version of page %d" % page)
+        damage_slot(d.run, versions[page][step - 1] + 4096 + t.rng.randrange(1000))
+        d.segment.release()
+        experts_end(d, t, "T2")
+        check_names_place(d.live.output(), [versions[page][step - 1]])
+        equal([e["step"] for e in d.run.events("resume")], [step - 2], "resumed after step")
 
 
 def take_scale():
