@@ -81,4 +81,24 @@ def a_changed_bit_and_a_file_left_behind_are_noticed(t):
         raise TestFailure("a temporary file was not noticed")
 
 
+@test
+def its_models_have_experts_of_several_pages_and_experts_without_tokens(t):
+    """Without weight decay a weight that no token went to stays as it was, over all six steps."""
+    weights = {}
+    case = chaos.case_of(t.rng, 0, "moment")._replace(dtype="float32", data="bytes")
+    for model in ("mixtral", "qwen3moe"):
+        for rate in (0.0, 3e-3):
+            directory = os.path.join(t.dir, "%s-%g" % (model, rate))
+            os.makedirs(directory)
+            run = chaos.run_of(directory, case._replace(model=model), training={"steps": chaos.STEPS},
+                               optimizer={"learning_rate": rate, "weight_decay": 0.0})
+            run.ok()
+            weights[rate] = {n: x for n, x in read_weights(run.export_dir(chaos.STEPS)).items() if ".experts." in n}
+        elements = sum(x[1][0] * x[1][1] for n, x in weights[0.0].items() if ".experts.0." in n) // (model == "mixtral" and 2 or 1)
+        check(elements > 4096, "%s: an expert of %d elements" % (model, elements))
+        still = {n.split(".experts.")[1].split(".")[0] for n in weights[0.0] if weights[0.0][n][2] == weights[3e-3][n][2]}
+        t.note("%s: experts without a token: %s" % (model, sorted(still)))
+        check(bool(still) == (model == "qwen3moe"), "%s: experts without a token: %s" % (model, still))
+
+
 main()

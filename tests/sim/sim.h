@@ -245,7 +245,7 @@ void sim_frames_forget(int segment); /* it begins anew */
 
 struct sim_config {
     uint64_t seed;
-    uint64_t steps, blocks, experts, microbatches, microbatch_frames, prefetch;
+    uint64_t steps, blocks, experts, expert_size, microbatches, microbatch_frames, prefetch;
     uint32_t opt_workers, directories, slots, bf16, tied, checkpoint_every;
     uint64_t skip_mask; /* bit s: the gradient of step s is not finite */
     uint64_t export_interval, eval_interval, durability;

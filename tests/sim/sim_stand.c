@@ -99,6 +99,7 @@ void sim_stand_configure(uint64_t seed)
                                         : CONFIG_SPIKE_OFF;
     config.frame_hashes |= config.spike == CONFIG_SPIKE_REDO;
     config.experts = (r >> 56) % 4 == 0 ? 2 : 0;
+    config.expert_size = (r >> 60) % 2 ? HIDDEN : 4 * HIDDEN; /* one page, or two */
     config.durability = config.slots == 3 && (r >> 50) % 3 == 0 ? 2 + (r >> 52) % 2 : 1;
     config.microbatch_frames = 1 + (r >> 40) % config.microbatches;
     for (uint64_t step = 1; step <= config.steps; step++)
@@ -114,7 +115,7 @@ void sim_stand_configure(uint64_t seed)
                              .max_position = 64,
                              .n_experts = config.experts,
                              .experts_per_token = 1,
-                             .expert_size = HIDDEN,
+                             .expert_size = config.expert_size,
                              .sparse = {config.experts ? 1 : 0}, /* the first block */
                              .tie_word_embeddings = config.tied,
                              .bos_token_id = -1,
@@ -619,6 +620,18 @@ void layers_head_loss(struct layers *l, const struct layers_head *head,
     *loss_sum = loss_of(sim_hash(head_hash(head, x), batch_hash(batch)));
 }
 
+/* Of a microbatch an expert gets no token one time in three: its gradient is left as it is, and
+ * where all of a step pass it by, zero. */
+static void accumulate_experts(float *gradients, uint32_t layer, const struct layers_batch *batch,
+                               uint64_t h)
+{
+    for (uint32_t e = 1; e <= sim_layout.layers[layer].n_experts; e++) {
+        const struct model_layer *expert = &sim_layout.layers[layer + e];
+        if (sim_hash(batch_hash(batch), 900 + e) % 3)
+            accumulate(gradients + expert->start, expert->elements, sim_hash(h, e));
+    }
+}
+
 void layers_block_backward(struct layers *l, uint64_t layer, const compute_t *weights,
                            float *gradients, const struct layers_batch *batch,
                            const compute_t *x_in, compute_t *dx, int64_t slot)
@@ -627,7 +640,8 @@ void layers_block_backward(struct layers *l, uint64_t layer, const compute_t *we
     (void)slot;
     move_copies(l->device);
     uint64_t h = sim_hash(sim_hash(get(dx), get(x_in)), weights_hash(weights, (uint32_t)layer));
-    accumulate(gradients, model_group_elements(&sim_layout, (uint32_t)layer), h);
+    accumulate(gradients, sim_layout.layers[layer].elements, h);
+    accumulate_experts(gradients, (uint32_t)layer, batch, h);
     set(dx, h);
 }
 
