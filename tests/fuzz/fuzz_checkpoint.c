@@ -208,7 +208,8 @@ static void import_and_export(const struct model_layout *layout, const struct sa
 static int is_small(const struct model_config *c)
 {
     double width = (double)(c->n_heads * c->head_dim), hidden = (double)c->hidden_size;
-    double block = hidden * (4 * width + 3 * (double)c->intermediate_size);
+    double experts = (double)(c->n_experts * c->expert_size);
+    double block = hidden * (4 * width + 3 * ((double)c->intermediate_size + experts));
     return (double)c->n_layers * block + 2 * (double)c->vocab_size * hidden < PARAMETERS_MAX;
 }
 
@@ -289,6 +290,38 @@ static size_t make_index(char *text, const struct model_layout *layout, const ui
     return n + (size_t)sprintf(text + n, "}}");
 }
 
+/* config.json of a small model of a family at random. */
+static size_t make_config(char *text, size_t room, uint64_t *random)
+{
+    static const char qwen3_moe[] = "{\"model_type\":\"qwen3_moe\",\"num_experts\":2,"
+                                    "\"num_experts_per_tok\":1,\"moe_intermediate_size\":2";
+    static const char *const families[] = {
+        "{\"model_type\":\"llama\"",
+        "{\"model_type\":\"qwen2\"",
+        "{\"model_type\":\"qwen3\"",
+        "{\"model_type\":\"phi3\"",
+        "{\"model_type\":\"gemma2\"",
+        "{\"model_type\":\"gemma3_text\"",
+        "{\"model_type\":\"mixtral\",\"num_local_experts\":2",
+        qwen3_moe,
+    };
+    const char *tied = fuzz_below(random, 2) ? "true" : "false";
+    if (fuzz_below(random, 6) == 0)
+        return (size_t)snprintf(text, room,
+                                "{\"model_type\":\"gpt2\",\"vocab_size\":3,\"n_embd\":4,"
+                                "\"n_layer\":1,\"n_head\":2,\"n_positions\":3,"
+                                "\"tie_word_embeddings\":%s}",
+                                tied);
+    const char *family = families[fuzz_below(random, sizeof families / sizeof *families)];
+    return (size_t)snprintf(text, room,
+                            "%s,\"vocab_size\":3,\"hidden_size\":4,\"intermediate_size\":%u,"
+                            "\"num_hidden_layers\":1,\"num_attention_heads\":%u,"
+                            "\"num_key_value_heads\":1,\"head_dim\":2,\"pad_token_id\":null,"
+                            "\"bos_token_id\":0,\"eos_token_id\":1,\"tie_word_embeddings\":%s}",
+                            family, (unsigned)fuzz_below(random, 3) + 1,
+                            (unsigned)fuzz_below(random, 2) + 1, tied);
+}
+
 /* A small model that is whole, in one file or in up to three. */
 static size_t make_whole(uint8_t *data, size_t max_size, uint64_t *random)
 {
@@ -297,14 +330,7 @@ static size_t make_whole(uint8_t *data, size_t max_size, uint64_t *random)
     struct model_config config;
     struct model_layout layout;
     int single = fuzz_below(random, 3) == 0;
-    size_t at = 0,
-           n = (size_t)snprintf(
-               (char *)bytes, sizeof bytes,
-               "{\"model_type\":\"llama\",\"vocab_size\":3,\"hidden_size\":4,"
-               "\"intermediate_size\":%u,\"num_hidden_layers\":1,\"num_attention_heads\":%u,"
-               "\"num_key_value_heads\":1,\"head_dim\":2,\"tie_word_embeddings\":%s}",
-               (unsigned)fuzz_below(random, 3) + 1, (unsigned)fuzz_below(random, 2) + 1,
-               fuzz_below(random, 2) ? "true" : "false");
+    size_t at = 0, n = make_config((char *)bytes, sizeof bytes, random);
     REQUIRE(model_config_parse(&config, (char *)bytes, n, "x") == 0);
     REQUIRE(model_layout_init(&layout, &config, PAGE) == 0 && layout.n_tensors <= sizeof place);
     if (max_size < 4096)

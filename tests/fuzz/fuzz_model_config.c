@@ -80,7 +80,8 @@ static void layout_is_sound(const struct model_layout *layout)
 static double size_of(const struct model_config *c)
 {
     double width = (double)(c->n_heads * c->head_dim), hidden = (double)c->hidden_size;
-    double block = hidden * (4 * width + 3 * (double)c->intermediate_size);
+    double experts = (double)(c->n_experts * c->expert_size);
+    double block = hidden * (4 * width + 3 * ((double)c->intermediate_size + experts));
     return (double)c->n_layers * block + 2 * (double)c->vocab_size * hidden;
 }
 
@@ -159,6 +160,15 @@ static const char *const keys[] = {
     "n_inner",
     "n_positions",
     "layer_norm_epsilon",
+    "num_local_experts",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "router_aux_loss_coef",
+    "output_router_logits",
 };
 
 static const char llama3[] = "{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":1,"
@@ -207,9 +217,11 @@ static const char *const texts[] = {
 };
 
 static const char *const heads[] = {
-    "{\"model_type\":\"llama\"", "{\"model_type\":\"mistral\"",     "{\"model_type\":\"qwen2\"",
-    "{\"model_type\":\"qwen3\"", "{\"model_type\":\"phi3\"",        "{\"model_type\":\"gemma2\"",
-    "{\"model_type\":\"gpt2\"",  "{\"model_type\":\"gemma3_text\"",
+    "{\"model_type\":\"llama\"",   "{\"model_type\":\"mistral\"",
+    "{\"model_type\":\"qwen2\"",   "{\"model_type\":\"qwen3\"",
+    "{\"model_type\":\"phi3\"",    "{\"model_type\":\"gemma2\"",
+    "{\"model_type\":\"gpt2\"",    "{\"model_type\":\"gemma3_text\"",
+    "{\"model_type\":\"mixtral\"", "{\"model_type\":\"qwen3_moe\"",
 };
 
 /* The head that the text has, or one at random. */
