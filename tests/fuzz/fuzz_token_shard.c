@@ -150,11 +150,20 @@ static void sample_is_of_file(const struct data_config *c, uint64_t q, const str
     }
 }
 
+static void words_are_those_written(const uint8_t *bytes, size_t n)
+{
+    struct token_file_header h;
+    memcpy(&h, bytes, sizeof h);
+    REQUIRE(h.words_checksum == token_file_crc(0, bytes + sizeof h, n - sizeof h));
+}
+
 static void all_samples(struct data *d, const struct data_config *c, const uint8_t *bytes, size_t n)
 {
     struct arrays a;
     uint64_t train = data_samples(d, DATA_TRAIN), held_out = data_samples(d, DATA_VALIDATION);
     bool in_order = c->train[0] != paths[1] && c->packing && !c->shuffle;
+    if (is_token_file(c, bytes, n))
+        words_are_those_written(bytes, n);
     if (is_token_file(c, bytes, n) && bytes[12] != TOKEN_FILE_TEXT)
         in_order = false; /* conversations are not cut out of the stream */
     REQUIRE(train > 0);
