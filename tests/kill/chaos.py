@@ -218,18 +218,19 @@ _undisturbed, _lock = {}, threading.RLock()
 
 def undisturbed(maker, case):
     """Workers and engine change no bit, so one of a kind, model, dtype and data serves all."""
-    key = (maker, case.model, case.dtype, case.data)
+    plain = case._replace(workers=2, engine="auto", durability="step")
     with _lock:
-        if key not in _undisturbed:
-            plain = case._replace(workers=2, engine="auto", durability="step")
-            _undisturbed[key] = truth = Undisturbed(lambda d: MAKERS[maker](d, plain))
+        lock, truth = _undisturbed.setdefault((maker, case.model, case.dtype, case.data), (
+            threading.Lock(), Undisturbed(lambda d: MAKERS[maker](d, plain))))
+    with lock:
+        if truth.lines is None:
             if case.data == "text":  # what is in the cache is not tokenized by what is disturbed
                 with tempfile.TemporaryDirectory() as aside:
                     mtlaunch("tokenize", MAKERS[maker](aside, plain).file, status=DONE)
             began = time.monotonic()
             truth.learn()
             truth.seconds = 0.7 * (time.monotonic() - began)
-        return _undisturbed[key]
+    return truth
 
 
 # -- cases --
@@ -267,16 +268,21 @@ def case_of(rng, number, kind, point=None, process=None, action=None, double=Fal
              rng.choice(("float32", "bfloat16")), 2 if kind == "point" else rng.randint(1, 3),
              rng.choice(("auto", "sync")), "step" if kind == "point" else rng.choice(("step", "step", 2)),
              rng.getrandbits(32))
-    model, data = rng.choice(tuple(MODELS)), rng.choice(DATA)
-    if point in ONLY_SKIPPED:
+    return with_model(Case(number, kind, point, process, action, *drawn, rng.choice(tuple(MODELS)), ""), rng.choice(DATA))
+
+
+def with_model(case, data):
+    """The case with this data, or what its point needs in its place."""
+    model = case.model
+    if case.point in ONLY_SKIPPED:
         model, data = SKIPPABLE[model in ("mixtral", "qwen3moe")], "bytes"
     if data == "text" and not os.path.exists(ENVIRONMENT):
         data = "shard"
-    if point in ONLY_SAMPLED and data not in SAMPLED:
+    if case.point in ONLY_SAMPLED and data not in SAMPLED:
         data = "bytes"
-    if point == "io_cache_before_rename" and data == "text":
+    if case.point == "io_cache_before_rename" and data == "text":
         data = "tokens"  # the cache of text is shared, and full
-    return Case(number, kind, point, process, action, *drawn, model, data)
+    return case._replace(model=model, data=data)
 
 
 def title(case):
@@ -505,14 +511,17 @@ def carry_out_all(cases, jobs, tell):
 
 
 def sample(seed):
-    """Each fault point once; processes and actions by the seed; frozen ones, which take long, first."""
+    """Each fault point once; processes and actions by the seed; frozen ones, which take long, first. A model has one
+    kind of data: each pair costs an undisturbed run."""
     rng, cases = random.Random(seed), []
+    data = dict(zip(MODELS, rng.sample(sorted(set(DATA)) + ["bytes"], len(MODELS))))
     for i, point in enumerate(POINTS):
         process = rng.choice(processes_of(point))
         action = ACTIONS[(i + seed) % len(ACTIONS)]
         if (process, action) == ("launcher", "scribble"):
             action = "kill"
-        cases.append(case_of(rng, i, "point", point, process, action))
+        case = case_of(rng, i, "point", point, process, action)
+        cases.append(with_model(case, data[case.model]))
     return sorted(cases, key=lambda c: (c.action not in ("stop", "hang"), c.number))
 
 
