@@ -16,6 +16,7 @@ from harness import *
 from fuse_disk import fuse_disk
 from mounts import enter_namespace, mounted
 import power_cut
+import text_samples as samples
 
 STEPS = 5
 REPEATS = int(os.environ.get("POWER_CUT_REPEATS", "0"))  # random images per event; 0: what the test says
@@ -241,6 +242,53 @@ def an_export_that_was_told_of_survives_the_power(t):
 def the_power_fails_in_a_run_of_experts(t):
     """Each has pages of its own; a step's commit has all of them, whichever its tokens went to."""
     every_prefix(t, 4, 1, config=EXPERTS)
+
+
+def cache_events(t, kind, folder, file, tokenizer):
+    """What is written to a cache on a logging disk: by a run that makes it and one that uses it."""
+    mount = os.path.join(t.dir, "disk-" + kind)
+    os.makedirs(mount)
+    with fuse_disk(mount, os.path.join(t.dir, "log-" + kind)) as disk:
+        for i in range(2):
+            tiny_run(t.dir, "%s-%d" % (kind, i), folder, file, model={"tokenizer": tokenizer}, training={"steps": 1},
+                     data={"cache_dir": os.path.join(mount, "cache"), "packing": tokenizer == ""}).ok()
+        return power_cut.changes(disk.log())
+
+
+@test
+def the_power_fails_while_a_cache_of_tokens_is_made(t):
+    """A file that has its name is whole, whatever came through of what was not flushed; what it says of its source may
+    be an older word."""
+    kinds = [("bytes", None, "bytes", {"tokens", "documents-32"})]
+    if os.path.exists(os.path.join(ROOT, "build", "tokenizer", "requirements.txt")):
+        folder = samples.write_tokenizer(write_model(os.path.join(t.dir, "text-model"), vocab_size=samples.VOCAB_SIZE,
+                                                     eos_token_id=2), "chatml")
+        kinds.append(("text", folder, "", {"mttokens", "scan", "packed-32"}))
+    for kind, folder, tokenizer, expected in kinds:
+        if kind == "bytes":
+            file = write_jsonl(os.path.join(t.dir, "a.jsonl"))
+        else:
+            file = samples.write_records(os.path.join(t.dir, "b.jsonl"), [{"prompt": "a", "completion": "it is %d" % i}
+                                                                        for i in range(400)])
+        disk, images, seen = power_cut.Disk(), 0, set()
+        events = cache_events(t, kind, folder, file, tokenizer)
+        last = power_cut.Disk()
+        for event in events:
+            last.play(event)
+        whole = last.everything()
+        for number, event in enumerate(events, 1):
+            disk.play(event)
+            for name, image in power_cut.images(disk, t.rng, REPEATS or 2):
+                images += 1
+                for path, content in image.items():
+                    if content is None or path.endswith(".tmp"):
+                        continue
+                    seen.add(path.rsplit(".", 1)[1])
+                    check(content[512:] == whole[path][512:] and content[:8] == whole[path][:8],
+                          "after event %d %s, %s: %s is there and is not whole" % (
+                              number, power_cut.describe(event), name, path))
+        equal(seen, expected, "files of the cache")
+        t.note("%s: %d events, %d images" % (kind, len(events), images))
 
 
 DEATHS = ("io_before_flush:kill:3", "io_after_flush:kill:3", "io_before_table:kill:4", "io_before_record:kill:3",
