@@ -439,13 +439,14 @@ class Attempt:
         self.trial.check_files(self.expected)
 
     def measured(self):
-        """{actions, tiers, seen_ms: from a death to the launcher's notice, running_ms by tier: to the next step}"""
+        """{actions, tiers, seen_ms: from a death whose moment is known to the launcher's notice, running_ms by tier: to the
+        next step}"""
         events = self.run.events()
         found = {"kills": [action for _, _, action in self.kills], "late": self.late, "seen_ms": [],
                  "tiers": [e["tier"] for e in events if e["event"] == "restart"], "running_ms": []}
         for pid, when, action in self.kills:
             at = [i for i, e in enumerate(events) if e["event"] == "worker_exit" and e["pid"] == pid]
-            if not at or action in ("stop", "hang"):
+            if not at or action in ("stop", "hang", "scribble"):  # they die later than they said
                 continue
             found["seen_ms"].append(1e3 * (seconds_of(events[at[0]]) - when))
             after = events[at[0]:]
@@ -543,11 +544,12 @@ def commit_now():
 def summary(outcomes, seed, seconds, commit=""):
     """A line of the ledger. kills: by action, from outside too; late: moments after the end; tiers: restarts told in
     metrics.jsonl; death_seen_ms: from a kill to the launcher's worker_exit; death_to_running_ms: to the next step;
-    slowest: the case of its maximum."""
+    slowest, seen_last: the cases of the maxima."""
     count = collections.Counter
     good = [o.measured for o in outcomes if o.measured]
     running = [pair for m in good for pair in m["running_ms"]]
     slowest = max(((ms, title(o.case)) for o in outcomes if o.measured for _, ms in o.measured["running_ms"]), default=(0, ""))
+    seen = max(((ms, title(o.case)) for o in outcomes if o.measured for ms in o.measured["seen_ms"]), default=(0, ""))
     return {"name": "chaos", "commit": commit, "cases": len(outcomes),
             "kinds": count(o.case.kind + ("+kill" if o.case.double else "") for o in outcomes),
             "models": count(o.case.model for o in outcomes), "data": count(o.case.data for o in outcomes),
@@ -555,7 +557,7 @@ def summary(outcomes, seed, seconds, commit=""):
             "tiers": count(t for m in good for t in m["tiers"]), "failures": sum(1 for o in outcomes if o.why),
             "death_seen_ms": spread([v for m in good for v in m["seen_ms"]]),
             "death_to_running_ms": {tier: spread([ms for t, ms in running if t == tier])
-                                    for tier in sorted({t for t, _ in running})}, "slowest": slowest[1],
+                                    for tier in sorted({t for t, _ in running})}, "slowest": slowest[1], "seen_last": seen[1],
             "seed": seed, "seconds": round(seconds)}
 
 
