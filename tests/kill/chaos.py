@@ -66,7 +66,7 @@ PASSES = {
     "io_state_lent": 200, "io_slot_submitted": 200, "gpu_weights_taken": 400, "gpu_weights_returned": 400,
     "gpu_gradient_published": 200, "opt_gradient_taken": 100, "opt_norm_written": 100, "opt_state_taken": 100,
     "opt_image_sealed": 100, "opt_gradient_returned": 100, "opt_written_back": 100, "opt_mid_apply": 100,
-    "io_microbatch_published": 11, "gpu_microbatch_taken": 11, "gpu_mid_forward": 20, "gpu_mid_backward": 15,
+    "io_microbatch_published": 11, "gpu_microbatch_taken": 11, "gpu_mid_forward": 12, "gpu_mid_backward": 10,
     "io_skip_read_back": 30, "opt_skip": 15, "gpu_evaluated": 2, "gpu_generated": 2,
     "launcher_evaluation_ordered": 2, "launcher_export_ordered": 2, "io_export_before_rename": 2, "io_exported": 2,
 }
