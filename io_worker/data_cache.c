@@ -157,7 +157,8 @@ static int lock_temporary(struct data_cache_writer *w)
             return 0;
         (void)close(w->fd); /* not ours, nothing written */
     }
-    int rc = error_set(ERROR_BUSY, "%s: another process is writing it", w->temporary);
+    (void)error_set(ERROR_BUSY, "%s: another process is writing it", w->temporary);
+    int rc = error_hint("a run that shares data.cache_dir makes it; start again when it has");
     if (w->fd >= 0)
         (void)close(w->fd);
     w->fd = -1;
