@@ -45,6 +45,8 @@ ROLES = ("gpu_worker", "io_worker", "opt_worker")
 SECONDS_MAX = 120  # of one run; the machine may be busy
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it; a run would do so too
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background job does
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DONE, FAILED, USER, FIT, STOPPED, BUSY = range(6)  # exit statuses
 
