@@ -303,6 +303,8 @@ sim_flip(uint64_t step); /* not 0: the gradient of this computation comes out wr
 
 /* Called from where the product tells the world. */
 void sim_on_commit(const struct worker_control *io);
+/* The launcher tells of it: io_worker may stop for ever between its fact and the call above. */
+void sim_on_announced(uint64_t step);
 void sim_on_resume(const struct worker_control *io, int alone);
 void sim_on_export(uint64_t step, uint64_t hash);
 void sim_on_session(void);

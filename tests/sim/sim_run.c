@@ -121,6 +121,14 @@ void sim_on_commit(const struct worker_control *io)
     forget_deaths();
 }
 
+void sim_on_announced(uint64_t step)
+{
+    if (step <= run.committed)
+        return;
+    run.committed = step;
+    forget_deaths();
+}
+
 /* io_worker is READY: in a new session, or (alone) in a restart of one worker. */
 void sim_on_resume(const struct worker_control *io, int alone)
 {

@@ -958,6 +958,7 @@ int step_line_write(struct launcher *l, uint64_t step)
 
 void step_line_show(struct launcher *l, uint64_t step)
 {
-    (void)l;
-    sim_trace("committed: step %llu", (unsigned long long)step);
+    sim_trace("told: step %llu", (unsigned long long)step);
+    if (step <= l->coordinator.committed)
+        sim_on_announced(step);
 }
