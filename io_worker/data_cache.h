@@ -2,8 +2,7 @@
  * Files in cache_dir: what is known about a source so that a later start need not read it again.
  *
  *      header (512 bytes: what the source was, what came of it, a checksum)
- *      body   tokens of a tokenized text | nothing, for a scanned shard | entries of a document
- * index
+ *      body   tokens of a tokenized text, entries of a document index, or nothing (a scanned shard)
  *      checks of the body, or of the shard's tokens (data_checks.h)
  *
  * A file is written under NAME.tmp, flushed, and renamed; so NAME is whole or absent, and an

@@ -2,10 +2,13 @@
  * The step protocol, as the launcher drives it (ipc/control.h has the picture):
  *
  *     begin s      when s - 1 is decided and nothing holds it (an evaluation of s - 1 that is due)
+ *
  *     decide s     when forward and backward of s are done, every worker's norm is there and s - 1
- * is complete (committed, where it is due): loss, norm, clipping, skip -> apply. s + 1 begins at
- * once, behind it commit s     when it is due (durability; the last step, an evaluation or export,
- * a stop), io has all of s written and hashed, and all lines up to s are durable
+ *                  is complete (committed, where it is due): loss, norm, clipping, skip -> apply;
+ *                  s + 1 begins at once, behind it
+ *
+ *     commit s     when it is due (durability; the last step, an evaluation or export, a stop), io
+ *                  has all of s written and hashed, and all lines up to s are durable
  *
  * Every turn re-reads the control pages, so it does not matter which message came or was lost.
  */
