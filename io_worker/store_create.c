@@ -1,4 +1,5 @@
 /* A store is made: room, files, zeros, stripe weights; or discarded. */
+#include "io_worker/folder.h"
 #include "io_worker/store_internal.h"
 
 #include "procs/check.h"
@@ -142,16 +143,6 @@ int store_preflight(struct store *store)
     return need > have ? does_not_fit(options->directories[0], need, have) : 0;
 }
 
-static int sync_directory(const char *path)
-{
-    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd < 0)
-        return store_file_error(path, "cannot open");
-    int rc = fsync(fd) < 0 ? store_file_error(path, "cannot fsync") : 0;
-    (void)close(fd); /* read-only */
-    return rc;
-}
-
 /* mkdir -p, each new entry made durable in its parent. */
 static int make_directory(const char *directory, int *made)
 {
@@ -167,7 +158,7 @@ static int make_directory(const char *directory, int *made)
             *made = kept == '\0';
             char parent[PATH_MAX + 4];
             (void)snprintf(parent, sizeof parent, "%s/..", path);
-            if (sync_directory(parent) < 0)
+            if (folder_sync(parent) < 0)
                 return -(int)error_kind_now();
         } else if (errno != EEXIST) {
             return error_set(ERROR_USER, "offload_dir: %s: cannot create the directory: %s", path,
@@ -200,7 +191,7 @@ static int create_superblock(struct store *store, unsigned d)
     if (rc == 0 && rename(fresh.path, directory->superblock.path) < 0)
         rc = store_file_error(fresh.path, "cannot rename");
     if (rc == 0)
-        rc = sync_directory(directory->path);
+        rc = folder_sync(directory->path);
     if (rc < 0) {
         store_file_close(&fresh);
         return rc;
@@ -320,7 +311,7 @@ static int sync_files(struct store *store)
     if (fsync(store->commit.fd) < 0)
         return store_file_error(store->commit.path, "cannot fsync");
     for (unsigned d = 0; d < store->options.n_directories; d++)
-        if (sync_directory(store->directories[d].path) < 0)
+        if (folder_sync(store->directories[d].path) < 0)
             return -(int)error_kind_now();
     return 0;
 }
